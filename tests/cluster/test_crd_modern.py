@@ -71,7 +71,7 @@ def rules_of(schema: dict[str, Any]) -> Iterator[dict[str, str]]:
 
 
 def is_of(rule: dict[str, str], message: str) -> bool:
-    """Return True if a message belongs to the rule. If it contains a value, compare only its end."""
+    """Return True if a message belongs to the rule. If the rule puts a value into its message, compare only the end."""
     remedy = rule["message"].rpartition(": ")[2]
     return message.endswith(remedy if "messageExpression" in rule else rule["message"])
 

@@ -59,7 +59,7 @@ def served(lora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
         "--structured-outputs-config.backend=xgrammar", "--structured-outputs-config.disable_any_whitespace=true",
     )  # fmt: skip
     exact = {"KVPILOT_PREFILL_FROM_PAGES": "1", "KVPILOT_CALIBRATION": "off"}
-    compact = {"VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}  # Tool calls would use grammars that allow endless spaces.
+    compact = {"VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}  # Grammars of strict tool calls allow endless spaces.
     with (
         engine(
             tiny_llama(), "k4v4", tmp_path_factory.mktemp("features"), *arguments, env={**exact, **compact}

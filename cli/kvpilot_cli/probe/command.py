@@ -162,7 +162,7 @@ def _default_limits() -> Accuracy:
 
 
 def _told(stage: str) -> Progress:
-    """Show progress if standard error is a terminal."""
+    """Return a function to call after each answer or token. It shows their number if standard error is a terminal."""
     if not sys.stderr.isatty():
         return lambda: None
     count = 0

@@ -24,9 +24,9 @@ _STEP_BUCKETS = 40
 _LONGEST_BUCKET_SECONDS = 45.0
 # Largest number of samples in the near window, which may last a day.
 _MOST_BUCKETS = 2400
-# Samples beyond the near window are merged, as long as a merged sample spans at most this share of its age. During a
-# trial, merged samples must be shorter: a traffic step is judged by the same stretch of time until a stretch twice as
-# long has passed, and a merged sample across the start or the end of the stretch does not count.
+# Samples beyond the near window are merged, as long as a merged sample spans at most this share of its age. The second
+# share applies during a trial. A traffic step is then judged by a stretch of time that is kept until twice as much has
+# passed. A merged sample across the stretch's start or end does not count, so merged samples must be short.
 _SPAN, _TRIAL_SPAN = 1 / 12, 1 / 32
 
 

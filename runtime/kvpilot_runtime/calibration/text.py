@@ -58,7 +58,10 @@ def beginnings(tokenizer: Any, ids: Sequence[int], count: int) -> list[int]:
 
 
 def lone(tokens: int) -> int:
-    """Return how many tokens at the end run alone, each at position 0. The mean of their keys becomes `key_first`."""
+    """Return how many tokens at the end of the text run alone, each as a sequence of one token at position 0.
+
+    The mean of their keys becomes `key_first`.
+    """
     return min(_LONE, tokens // _LONE_SHARE)
 
 
