@@ -50,10 +50,10 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, help="model folder with weights and tokenizer (default: a random model)")
     parser.add_argument("--latent", action="store_true", help="use a random model with multi-head latent attention")
-    parser.add_argument("--dtype", default="bfloat16", help="of weights and activations")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of weights and activations")
     parser.add_argument("--tp", type=int, default=1, help="number of GPUs of an additional, tensor-parallel run")
-    parser.add_argument("--drafters", type=methods, default=[], help="of further runs of a random model, "
-                        f"comma-separated: {', '.join(DRAFTERS)}, or {MTP} alone")  # fmt: skip
+    parser.add_argument("--drafters", type=methods, default=[], help="ways to draft in further runs of a random "
+                        f"model, comma-separated: {', '.join(DRAFTERS)}, or {MTP} alone")  # fmt: skip
     parser.add_argument("--drafts", type=int, default=3, help="number of draft tokens in these runs")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=48, help="tokens generated per prompt")

@@ -37,9 +37,10 @@ def arguments() -> argparse.Namespace:
         "--gpu-tokens", type=int, default=65536, help="number of tokens of the GPU's cache (default: %(default)s)"
     )
     parser.add_argument("--equal", choices=("tokens", "bytes"), default="tokens",
-                        help="size that all dtypes' caches have in common: tokens, or the bytes of auto")  # fmt: skip
+                        help="what the caches of all dtypes have equally many of (default: %(default)s)")  # fmt: skip
     parser.add_argument("--host-gib", type=float, default=8.5, help="host memory of the tier (default: %(default)s)")
-    parser.add_argument("--working-set", type=float, default=4.0, help="times --gpu-tokens (default: %(default)s)")
+    parser.add_argument("--working-set", type=float, default=4.0,
+                        help="tokens of all histories in multiples of --gpu-tokens (default: %(default)s)")  # fmt: skip
     parser.add_argument(
         "--history", type=int, default=4096, help="number of tokens of a conversation (default: %(default)s)"
     )

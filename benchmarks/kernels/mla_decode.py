@@ -286,9 +286,9 @@ def main() -> int:
     """Check the kernels, then measure them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
-    parser.add_argument("--check", action="store_true", help="correctness alone")
-    parser.add_argument("--sweep", choices=SWEEPS, help="other launch choices, too")
-    parser.add_argument("--processes", type=int, default=8, help="that check at once")
+    parser.add_argument("--check", action="store_true", help="check correctness only, and time nothing")
+    parser.add_argument("--sweep", choices=SWEEPS, help="also time other launch choices of this kernel")
+    parser.add_argument("--processes", type=int, default=8, help="number of processes that check at the same time")
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     options.out.mkdir(parents=True, exist_ok=True)

@@ -123,7 +123,7 @@ def main() -> int:
     """Check the kernel, then time it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
-    parser.add_argument("--sweep", action="store_true", help="other blocks, too")
+    parser.add_argument("--sweep", action="store_true", help="also time blocks that engines do not use")
     options = parser.parse_args()
     device = torch.device("cuda")
     checks = []

@@ -149,9 +149,9 @@ def main() -> None:
         "--blocks",
         nargs="+",
         default=[""],
-        help="sizes of a program of `store`, such as 8,2; empty for those that engines use",
+        help="blocks of `store` (tokens of a program and its warps), such as 8,2; empty for those that engines use",
     )
-    parser.add_argument("--gathers", nargs="+", default=[""], help="blocks of gather, likewise")
+    parser.add_argument("--gathers", nargs="+", default=[""], help="the same for `gather`")
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     facts: dict[str, Any] = {

@@ -280,7 +280,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Parse the command line, and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[100, 500, 1000, 2000], help="services")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[100, 500, 1000, 2000], help="numbers of services")
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of a measurement in seconds (60)")
     parser.add_argument("--settle", type=float, default=20.0, help="wait in seconds between growing and measuring (20)")
     parser.add_argument(

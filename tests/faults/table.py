@@ -47,7 +47,7 @@ def write(lines: list[dict[str, Any]]) -> None:
 def main() -> int:
     """Write the table if all tests pass, and return pytest's exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", type=Path, help="the measurements of an earlier run")
+    parser.add_argument("--record", type=Path, help="file with the measurements of an earlier run")
     file = parser.parse_args().record
     with tempfile.TemporaryDirectory() as scratch:
         if file is None:

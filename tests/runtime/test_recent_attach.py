@@ -217,7 +217,7 @@ def test_a_window_that_cannot_be_served_is_refused(config: Any, text: str, monke
 def test_a_window_longer_than_the_context_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ring_layers.VARIABLE, "512")
     config.model_config.max_model_len = 400
-    with pytest.raises(UnsupportedModelError, match=r"is 512, and the context is 400 tokens .*use a smaller one"):
+    with pytest.raises(UnsupportedModelError, match=r"is 512, but the context has 400 tokens .*use a smaller one"):
         attached(config)
 
 

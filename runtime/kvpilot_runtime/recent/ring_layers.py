@@ -100,7 +100,7 @@ def attach(config: Any, layers: dict[str, Any]) -> None:
     wanted = fmt.recent_tokens(asked(), context)
     if wanted > context:
         raise UnsupportedModelError(
-            f"{VARIABLE} is {wanted}, and the context is {context} tokens (--max-model-len): a window must not be "
+            f"{VARIABLE} is {wanted}, but the context has {context} tokens (--max-model-len): a window must not be "
             "longer; use a smaller one, or 0"
         )
     reason = _cannot(config, layers) if wanted else ""
