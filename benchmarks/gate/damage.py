@@ -194,7 +194,7 @@ def _one_head(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _overflow(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Damage large elements: change the sign beyond 18, as an integer overflow does. It hits one key in 200."""
+    """Damage large elements: change the sign beyond 18, as an integer overflow does. One key in 200 is that large."""
     key[key.abs() > OVERFLOW] *= -1
 
 

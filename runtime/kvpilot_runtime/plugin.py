@@ -120,7 +120,7 @@ def settle(worker: Any) -> None:
 
 
 def serve(worker: Any) -> None:
-    """Prepare a worker that has its KV cache: check its pages, and pass the engine's terms to its KV connector.
+    """Prepare a worker that has its KV cache: check its pages, and give the KV connector the engine's `terms.Terms`.
 
     Raises:
         UnsupportedModelError: as `refuse_other_groups` does.

@@ -198,7 +198,7 @@ def test_a_nan_token_changes_no_byte_of_other_tokens(
     others = torch.arange(40) != at
     for old, new in zip(clean, pages.read(TABLE[0], 40), strict=True):
         assert torch.equal(old[others], new[others])
-        assert torch.equal(old[at, 1], new[at, 1])  # the other head of the token is whole, too
+        assert torch.equal(old[at, 1], new[at, 1])  # the token's other head is intact, too
 
 
 @given(st.sampled_from(formats.own_names()), st.integers(0, 39), st.sampled_from([0, 1]), st.integers(0, 2**31))

@@ -28,7 +28,7 @@ TRIAL = {
 # Panels that have data only after a rollback, or after a decision between steps. A fixed dtype has neither. This
 # service also has no objectives and no second tier.
 OTHERS = {
-    "Dtypes that are denied", "Steps that were weighed last", "Latency objectives",
+    "Dtypes that are denied", "Steps that kvpilot compared last", "Latency objectives",
     "Prompt tokens found, by tier (kvCache.offload)",
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ MANY = {"minReplicas": 1, "maxReplicas": 4, "scaleDownStabilizationSeconds": 60}
 
 
 def service(**kv_cache: str) -> dict[str, Any]:
-    """Return a service whose operator may choose dtypes and replicas, with or without a mode."""
+    """Return a service whose operator may choose dtypes and replicas. It has no mode unless `kv_cache` sets one."""
     obj = copy.deepcopy(manifest(scaling=MANY, canary={"steps": []}))
     obj["spec"]["kvCache"] = {**QUICK, "ladder": ["k8v4", "k4v4"], **kv_cache}
     return dict(apply_defaults(obj))
