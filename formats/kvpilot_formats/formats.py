@@ -1,8 +1,8 @@
 """KV-cache formats: names, bits and groups. Pure Python, so that the operator can import it.
 
-A format stores the key and the value of one token and KV head as codes (integers) of a fixed width, plus metadata per
-group of elements. kvpilot's own formats have the byte layout of `layouts`. The others are vLLM's, and only their sizes
-are described here.
+A format stores the key and the value of one token and KV head as codes, integers of a fixed width. Groups of elements
+also have metadata, such as a scale. kvpilot's own formats have the byte layout of `layouts`. The others are vLLM's, and
+only their sizes are described here.
 
 To add a dtype with keys and values of 2, 4 or 8 bits, add a row to `FORMATS` and run `make generate`. Kernels,
 backends, API, forecasts and docs/formats.md follow from the row. tests/unit/test_dtype_table.py names what it lacks.

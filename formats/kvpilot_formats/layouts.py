@@ -47,8 +47,8 @@ token's row in the page::
 
 A reader uses a ring row only if its tags match the token's row in the page. Otherwise it reads the token with b bits.
 The reader compares the tags of groups 0 and 1 of key and value, or of the only group. So rings need no clearing. The
-ring row of another token matches with a probability of 2^-56 (2^-28 at D = 64), and would move an element by at most 2
-scales.
+ring row of another token matches with a probability of 2^-56 (2^-28 at D = 64). Its residual would then move an element
+by at most 2 scales.
 
 Regions of a ring page, with m = 8 / b - 1 digits of a key or of a value:
 
@@ -83,7 +83,7 @@ GAIN_BITS = 2
 """Largest code width in bits at which the encoder stretches scales, because decoded vectors would be too short."""
 
 GAIN_LIMIT = 2.0
-"""Largest factor by which the encoder stretches a scale. It limits groups too small for a float16 scale."""
+"""Largest factor by which the encoder stretches a scale. It bounds groups too small for a float16 scale."""
 
 RING_REACH = 0.6
 """Largest residual that a group's exponent e covers, in units of scale * 2^e. Clipped values need e = 1 or 2."""

@@ -244,7 +244,7 @@ def _consumed(words: Sequence[_Word], faults: list[Fault]) -> Iterator[Given]:
         places = sorted({place for one in words[at - 1 : end] for place in one.places})
         at = end
         if option.takes == "0" and values:
-            faults.append(Fault(word.places[0], f"{option.name} takes no value: remove it, from = on"))
+            faults.append(Fault(word.places[0], f"{option.name} takes no value: remove = and the text after it"))
         elif option.takes in "1+" and not values:
             faults.append(Fault(word.places[0], f"{option.name} needs a value: add it after ="))
         else:

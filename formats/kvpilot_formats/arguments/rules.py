@@ -164,7 +164,7 @@ RESERVED = (
     ),
     Reserved(
         ("--hf-token",),
-        "whoever may read the service also reads a secret in its arguments: remove it and use model.tokenSecretRef",
+        "anyone who may read the service can read a secret in its arguments: remove it and use model.tokenSecretRef",
     ),
     Reserved(
         ("--config",),
