@@ -58,10 +58,10 @@ def refuse_other_groups(vllm_config: Any, groups: Sequence[Any], drafting: Set[s
 def spares(vllm_config: Any, layer: Any) -> int:
     """Return how many unused ring layers to add, so that one KV-cache group holds all layers of a draft model.
 
-    vLLM's KV-cache groups all have the same number of layers. Target and draft model have attention layers, but only
-    the target model has ring layers. So vLLM would split the attention layers into groups as large as that of the ring
-    layers, and layers of the draft model might be in two groups. With as many ring layers as attention layers, there is
-    one group of each kind. vLLM's own padding would take as much memory.
+    All KV-cache groups of vLLM have the same number of layers. Target and draft model have attention layers, but only
+    the target model has ring layers. So vLLM would split the attention layers into groups as large as the ring group.
+    Layers of the draft model might then be in two groups. With as many ring layers as attention layers, there is one
+    group of each kind. This takes no more memory than vLLM's own padding.
     """
     found = getattr(vllm_config, "speculative_config", None)
     if found is None or found.method != "draft_model":

@@ -1,9 +1,9 @@
 """Calibrate an engine that has no calibration file, before it captures CUDA graphs and takes requests.
 
-One forward pass runs built-in text (`calibration.text`) through the model. The text is cut into sequences, which get
-positions all over the served context. In this pass each sequence attends only to its own, unquantized keys and values.
-`kvpilot_kernels.fit.Observed` fits the factors of our layers (means and scales per channel) to these keys, values and
-queries.
+One forward pass runs built-in text (`calibration.text`) through the model. The text is cut into sequences, whose
+positions are spread over the served context. In this pass each sequence attends only to its own, unquantized keys and
+values. `kvpilot_kernels.fit.Observed` fits the factors of our layers (means and scales per channel) to these keys,
+values and queries.
 
 Each tensor-parallel rank keeps the factors of its heads, and each pipeline stage the factors of its layers. The same
 model, text and number of ranks give the same factors.
@@ -164,8 +164,9 @@ def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> Any:
 def _draft(drafter: compat.Drafter, ids: torch.Tensor, positions: torch.Tensor, found: Any) -> None:
     """Run the text through the draft model. `found` is the output of the target model for the same text.
 
-    For each token, a draft head (EAGLE, MTP) reads the next token and the target model's hidden state. The last token
-    of a sequence gets the first one of the following sequence, which is wrong, but only for one token in hundreds.
+    For each token, a draft head (EAGLE, MTP) reads the next token and the target model's hidden state. For the last
+    token of a sequence, it reads the first token of the following sequence. This is wrong, but only for one token in
+    hundreds.
     """
     if not drafter.reads_states:
         drafter.model(input_ids=ids, positions=positions, inputs_embeds=None)

@@ -110,8 +110,7 @@ class Calibration:
         return self.layers[int(found[1])]
 
     def shard(self, rank: int, size: int) -> "Calibration":
-        """Return the factors of one tensor-parallel rank's KV heads. If there are more ranks than heads, they share
-        heads.
+        """Return the factors of one tensor-parallel rank's KV heads. Ranks share heads if they outnumber the heads.
 
         Raises:
             ValueError: `size` and the number of heads are not multiples of each other, or the rank does not exist.
@@ -167,8 +166,8 @@ def load(path: Path, facts: ModelFacts) -> Calibration:
     """Read a calibration file for the model of `facts`.
 
     Raises:
-        CalibrationError: the file does not exist, is for another model or version, or is damaged. A damaged file lacks
-            a layer, or has a wrong shape or dtype, a number that is not finite, or a scale that is not positive.
+        CalibrationError: the file does not exist, is for another model or version, or is damaged: a tensor is missing,
+            or its shape, its dtype or a number in it is invalid. Scales must be positive.
     """
     again = "run `kvpilot calibrate` with the model that is served"
     if not path.is_file():

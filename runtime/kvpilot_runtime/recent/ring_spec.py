@@ -17,8 +17,9 @@ from kvpilot_formats import formats
 
 @dataclass(frozen=True, kw_only=True)
 class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """KV-cache spec of a ring layer, with the page size and block size of the attention layer. So pages of both come
-    from one pool.
+    """KV-cache spec of a ring layer.
+
+    It has the page size and block size of the attention layer, so that pages of both come from one pool.
 
     Attributes:
         kept: number of tokens whose residuals a ring keeps: the window, plus the largest number of drafts in a step.

@@ -27,7 +27,7 @@ _CLOCKS = 0.5
 
 
 class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """Part of the connector in the scheduler, which decides what blocks to pull."""
+    """Scheduler side of the connector. It decides which blocks to pull."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Return how many tokens to pull from another engine; 0 if it does not have all blocks of the prompt."""
@@ -46,7 +46,7 @@ class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # mypy sees
         return found
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Return vLLM's parameters for the other engine. Add the time, by our clock, until which blocks are kept."""
+        """Return vLLM's parameters for the other engine. Add the time, by our clock, at which our blocks expire."""
         kept, params = super().request_finished(request, block_ids)
         if kept and params is not None:
             params["remote_blocks_expiry_time"] = self._reqs_need_send[request.request_id]
@@ -61,7 +61,7 @@ def _blocks(spec: Any, tokens: int) -> int:
 
 
 class Reading(NixlPullConnectorWorker):  # type: ignore[misc]
-    """Part of the connector in a worker, which pulls blocks and rejects blocks that came too late."""
+    """Worker side of the connector. It pulls blocks, and rejects blocks that arrived after they had expired."""
 
     compat_hash: str
     xfer_handshake_metadata: Any
@@ -79,7 +79,7 @@ class Reading(NixlPullConnectorWorker):  # type: ignore[misc]
         super()._read_blocks_for_req(req_id, meta)
 
     def _apply_prefix_caching(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[int]]]:
-        """Return vLLM's result, sorted by block. NIXL merges adjacent blocks, but the order may be descending."""
+        """Return vLLM's pairs of blocks in ascending order, so that NIXL merges adjacent blocks into one copy."""
         local, remote = super()._apply_prefix_caching(*args, **kwargs)
         pairs = [sorted(zip(*groups, strict=True)) for groups in zip(local, remote, strict=True)]
         return [[here for here, _ in group] for group in pairs], [[away for _, away in group] for group in pairs]

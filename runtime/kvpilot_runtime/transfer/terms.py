@@ -113,15 +113,15 @@ def short(params: Mapping[str, Any], prompt: int, wanted: Sequence[int]) -> str 
     Args:
         params: a request's `kv_transfer_params`.
         prompt: number of tokens of the request's prompt.
-        wanted: number of the prompt's blocks in each group of layers.
+        wanted: number of the prompt's blocks in each KV-cache group.
     """
     if (tokens := params.get("remote_num_tokens") or 0) < prompt:
         return f"{tokens} of {prompt} tokens (remote_num_tokens)"
     found = [len(blocks) for blocks in params.get("remote_block_ids") or []]
     if found != list(wanted):
-        return f"{found} blocks in its groups of layers and not {list(wanted)} (remote_block_ids)"
+        return f"{found} blocks in its KV-cache groups instead of {list(wanted)} (remote_block_ids)"
     if params.get("remote_blocks_expiry_time") is None:
-        return "no time until which blocks are kept (remote_blocks_expiry_time)"
+        return "no time at which its blocks expire (remote_blocks_expiry_time)"
     return None
 
 

@@ -63,10 +63,10 @@ def unsupported_on(platform: str) -> str:
 
 
 def lacks(*, pinned: bool = False) -> str:
-    """Return the required versions of vLLM as text if the installed version is not one of them, else an empty string.
+    """Return the accepted versions of vLLM as text if the installed version is not one of them, else an empty string.
 
-    Required are all versions from `OLDEST` on, or only `PINNED` if `pinned` is set. If vLLM is absent, return an empty
-    string, too.
+    `OLDEST` and all newer versions are accepted, with `pinned` only `PINNED`. If vLLM is not installed, also return an
+    empty string.
     """
     try:
         if OLDEST <= vllm_version() <= (PINNED if pinned else _BUILD):
