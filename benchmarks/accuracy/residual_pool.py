@@ -35,7 +35,7 @@ from kvpilot_cli.backtest.loads import cut, synthetic
 from kvpilot_cli.backtest.service import Objective, Service
 
 ELASTIC = {"elastic": inf, "elastic-60": 60.0, "elastic-seen": None, "elastic-limit": None}
-"""Seconds after which a cached prefix counts as idle and gives way to residuals, by row; None to learn this time."""
+"""Seconds after which a cached prefix counts as idle and may be evicted for residuals, by row; None to learn them."""
 
 FLOOR = 2
 """Number of newest blocks of a running request that keep their residuals."""
@@ -163,9 +163,8 @@ class Elastic(Engine):
 def simulate(profile: Profile, case: Case) -> dict[str, Any]:
     """Simulate one engine under the load of the day's busiest hour.
 
-    Return the case with the numbers of good and of all requests, latencies in seconds, preemptions, and the share of
-    prompt tokens that hit the prefix cache. For an elastic row, also return the share of tokens that were read at 8
-    bits.
+    Return the case with its figures: good requests, all requests, latencies in seconds, preemptions, and the share of
+    prompt tokens that hit the prefix cache. An elastic row also has the share of tokens that were read at 8 bits.
     """
     load, dtype = cut(synthetic(case.load, 1.0, case.seed, case.size), HOUR, END), case.row
     dtype = "k4v4" if dtype in ELASTIC else dtype

@@ -2,9 +2,14 @@
 
 The program starts a server of LMCache without a GPU and, for each dtype, two engines (dummy weights), one after the
 other. The first engine computes prompts one by one and stores them. The second engine starts with an empty cache and
-gets the same prompts. The results are tokens and bytes stored and loaded, the time to the first token in both engines,
-a comparison of every block's bytes, and the number of equal answer tokens. The program writes OUT/lmcache-SHAPE.json
-after each dtype and prints a table.
+gets the same prompts. The results are:
+
+- tokens and bytes stored and loaded,
+- the time to the first token in both engines,
+- a comparison of every block's bytes,
+- the number of equal answer tokens.
+
+The program writes OUT/lmcache-SHAPE.json after each dtype and prints a table.
 """
 
 import argparse

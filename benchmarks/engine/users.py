@@ -42,7 +42,7 @@ class Objectives:
 
 @dataclass
 class Turn:
-    """Question of a user: the time when it was sent, and the times when chunks of the answer arrived."""
+    """Times of one question of a user: when it was sent, and when each chunk of the answer arrived."""
 
     sent: float
     chunks: list[float] = field(default_factory=list)
@@ -113,7 +113,7 @@ class Users:
 
 
 class Crowd:
-    """A number of users in a process of its own, so that no other work of this process delays their clocks."""
+    """Simulated users in a separate process, so that other work of this process does not delay their clocks."""
 
     def __init__(self, url: str, model: str, load: Load, vocab: int, count: int) -> None:
         spawn = multiprocessing.get_context("spawn")

@@ -80,7 +80,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-excess-kl-millinats", type=int, default=Accuracy().max_excess_kl_millinats)
     parser.add_argument("--min-top1-agreement-percent", type=int, default=Accuracy().min_top1_agreement_percent)
     parser.add_argument("--gates", type=int, default=1, help="number of gates, at most (default: 1)")
-    parser.add_argument("--seed", type=int, default=20, help="of the first gate; each gate adds 3 (default: 20)")
+    parser.add_argument("--seed", type=int, default=20, help="seed of the first gate; each gate adds 3 (default: 20)")
     parser.add_argument("--users", type=int, default=0, help="users of the engines (default: 0)")
     parser.add_argument("--serving", action="store_true", help="probe the canary as a serving replica")
     parser.add_argument("--limit", type=float, default=570, help="seconds in all, engines' start included")
@@ -90,7 +90,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--serve", action="append", default=[], metavar="OPTION[=VALUE]",
                         help="further option of both `vllm serve`, without dashes; may be repeated")  # fmt: skip
     parser.add_argument("--gpu", type=int, default=0, help="number of the GPU (default: 0)")
-    parser.add_argument("--port", type=int, default=8200, help="of the first server (default: 8200)")
+    parser.add_argument("--port", type=int, default=8200, help="port of the first server (default: 8200)")
     parser.add_argument("--out", type=Path, default=Path("gate-gpu.json"))
     return parser.parse_args()
 

@@ -1,8 +1,8 @@
 """Measure which failure modes the accuracy gate finds: `python -m benchmarks.gate.run [ROW ...]`.
 
 A 16-bit engine answers the packs of prompts once, as the baseline. Then each failure mode of `modes.py` damages a real
-engine, and the gate judges the engine as the operator judges a canary, by the stages that the mode names. Each mode is
-a row of docs/benchmarks/gate.json. Without arguments, the program runs the rows that the file lacks.
+engine. The gate judges this engine as the operator judges a canary, by the stages that the mode names. Each mode is a
+row of docs/benchmarks/gate.json. Without arguments, the program runs the rows that the file lacks.
 """
 
 import asyncio
