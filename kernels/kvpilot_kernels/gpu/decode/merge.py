@@ -1,10 +1,11 @@
-"""Reduce: merge the partial results of a sequence's splits and rotate them back into the model's space.
+"""Reduce, the second kernel of split-KV decode: merge a sequence's partial results, and undo the rotation.
 
 From the partial output o_i of each split, and from L_i, log2 of its softmax sum, compute
 
     L = log2(sum_i 2^L_i)        o = sum_i 2^(L_i - L) o_i        out = (o H^T) / value_scale + value_mean
 
-An attention sink with the logit a adds e^a to the sum in L. It adds nothing to o, because it has no value.
+An attention sink with the logit a takes part of the softmax weight but has no value. It scales `out` by
+2^L / (2^L + e^a).
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Running softmax over tiles of packed pages: the scores of a tile's keys, its weighted values, and the results.
+"""Online softmax over tiles of packed pages: the scores of a tile's keys, its weighted values, and the results.
 
 The module `kernel` explains the arithmetic. It copies a tile's codes and residual digits to shared memory first.
 """
@@ -170,11 +170,13 @@ def hide(score, meta, t, split, C: gl.constexpr):
     token with a NaN scale, set its score to NaN instead.
 
     Args:
+        score: from `score`.
+        meta: the tile's scale metadata in shared memory, uint16 [2 * groups * tile].
         t: first token of the tile.
         split: a `kernel.Split`.
 
     Returns:
-        The scores, and limits for the values' scales, uint16 [tile].
+        The scores, and limits for the values' scales as bits of float16, uint16 [tile].
     """
     GROUPS: gl.constexpr = C.groups
     token = t + gl.arange(0, C.tile, ROWS)
@@ -197,6 +199,7 @@ def accumulate(score, unit, limits, smem, stage, state, fine, C: gl.constexpr):
     """Add a tile to the running softmax, and return its `State`.
 
     Args:
+        score: the tile's scores, float32 [tile, queries], from `hide`.
         unit: factor that turns scores into exponents of 2, float32 [queries].
         limits: limits of the values' scales, from `hide`.
         fine: as in `score`.

@@ -49,8 +49,8 @@ class Kept(NamedTuple):
     """Launch that later layers of the step may repeat.
 
     Attributes:
-        like: properties that a launch must share to be a repetition of this one.
-        given: objects that such a launch must share, too; they are compared by identity.
+        like: properties that a repetition must share, compared by value.
+        given: objects that a repetition must share, compared by identity.
         step: addresses that are the same for all layers.
         rest: numbers and constants, which follow the pointers.
     """
@@ -89,7 +89,7 @@ class Launches:
 
     def __call__(self, name: str, given: tuple[Any, ...], values: tuple[Any, ...], varying: tuple[torch.Tensor, ...],
                  own: Own, first: Callable[[], First]) -> CompiledKernel | None:  # fmt: skip
-        """Repeat a kernel's last launch with other addresses if all else is equal. If not, launch what `first` returns.
+        """Repeat a kernel's last launch with new addresses if all else is equal. If not, launch the result of `first`.
 
         Return the compiled program, or None in Triton's interpreter.
 
@@ -129,7 +129,7 @@ class Launches:
 
 
 def kinds(pointers: Pointers, numbers: Numbers) -> tuple[Any, ...]:
-    """Return those properties of arguments on which Triton's choice of the compiled program depends.
+    """Return the properties of arguments by which Triton selects a compiled program.
 
     The first item is 0 if every address is a multiple of 16.
     """

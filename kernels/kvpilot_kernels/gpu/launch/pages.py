@@ -205,6 +205,9 @@ class GpuPages:
     """Packed pages of one layer, uint8 [blocks, kv_heads, block_size, row_bytes]. Each (block, head) is a page.
 
     Args:
+        cache: the pages; their start is a multiple of 16 bytes.
+        shape: the layer's `Shape`.
+        factors: the layer's calibration factors, float32 [kv_heads, head_dim] each.
         ring: pages of the recent window, in the shape of `cache`. It may be the same tensor. None without a window.
         sinks: floats [kv_heads * ratio], logits of attention sinks, which take part of the softmax weight but have no
             value; None without sinks.
@@ -236,9 +239,11 @@ class GpuPages:
         """Write tokens into their slots, and the rotated queries of the first `decodes` tokens into the plan.
 
         Args:
-            query: [tokens, heads, D], heads and elements contiguous.
-            key, value: [tokens, kv_heads, D], heads and elements contiguous.
+            query: [tokens, heads, D], any float dtype, heads and elements contiguous.
+            key, value: [tokens, kv_heads, D], likewise.
             slot_mapping: int64 [tokens], block * block_size + offset; negative is padding.
+            plan: the step's `Plan`, as given to `decode`.
+            decodes: number of query tokens that `decode` computes. They come first in `query`.
             scale: factor on the scores.
             ring_slots: int64 [tokens], from `store.ring_slots.fill_ring_slots`; None without a recent window.
             ordinals: int [tokens], each token's position in its sequence, counted from 1. Padding at the end may be

@@ -64,9 +64,10 @@ LEAST = gl.constexpr(2.0**-20)
 
 @gluon.jit
 def multiply_by_queries(low, queries, sums, first: gl.constexpr, BITS: gl.constexpr, WARPS: gl.constexpr):
-    """Multiply the codes in words, [TILE, words], by the queries, and add the products to `sums`.
+    """Multiply the codes in words, uint16 [TILE, words], by the queries, and add the products to `sums`.
 
-    `queries` and `sums` have an element for each part of the heads (`parts`). `first` is the words' first plane.
+    `queries` and `sums` are tuples with an element for each part of the heads (`parts`). `first` is the index of the
+    words' first plane in `queries`.
     """
     both = (low, upper_bytes(low))
     for i in gl.static_range(2 * (8 // BITS)):

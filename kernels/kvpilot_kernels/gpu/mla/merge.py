@@ -1,4 +1,4 @@
-"""Reduce step of latent decode: merge the partial results of a sequence's splits, and undo the rotation of latents.
+"""Reduce, the second kernel of latent decode: merge a sequence's partial results, and undo the rotation of latents.
 
 From the partial output o_i of each split, and from L_i, log2 of its softmax sum, compute
 

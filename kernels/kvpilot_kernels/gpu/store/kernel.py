@@ -177,13 +177,14 @@ def store_kernel(
     query: [tokens, kv_heads * ratio, head], any float dtype, stride per token in elements.
     key, value: [tokens, kv_heads, head], likewise.
     slots: int64 [tokens], negative for padding.
-    ordinals: int [numbered], 1 for a sequence's first token.
+    ordinals: int [numbered], 1 for a sequence's first token. Tokens past `numbered` are not the first of a sequence.
     cache: uint8 pages, strides in bytes.
     ring_slots, ring: slots and pages of the recent window's ring; not read without a ring.
     rotated, sums, units, apart: written as in `launch.pages.Plan`.
     level: written as in `launch.pages.Plan`, only with C.level. Without a soft cap or sinks the softmax cancels it.
     signs: [16, 16] or None (`hadamard`).
     means and scales: float32 [kv_heads, head].
+    scale: factor on the scores, times log2(e).
     C: a `StoreConfig`.
     """
     KEY: tl.constexpr = C.key_side
