@@ -123,7 +123,13 @@ class RingLayout:
 
 
 def page(key_bits: int, value_bits: int, head_dim: int, groups: int, tokens: int) -> PageLayout:
-    """Return the layout of a page of `tokens` tokens, a multiple of 16 (first table of this module)."""
+    """Return the layout of a page of `tokens` tokens, a multiple of 16 (first table of this module).
+
+    Args:
+        key_bits, value_bits: bits of a code of a key and of a value.
+        head_dim: elements of a stored row (D).
+        groups: quantization groups of a row (G).
+    """
     codes, meta = tokens * head_dim // 8, tokens * 2
     value_codes = codes * key_bits
     key_meta = value_codes + codes * value_bits
@@ -138,7 +144,10 @@ def page(key_bits: int, value_bits: int, head_dim: int, groups: int, tokens: int
 
 
 def ring(key_bits: int, value_bits: int, head_dim: int, groups: int, size: int) -> RingLayout:
-    """Return the layout of a ring page, with as many tokens as fit in `size` bytes (second table of this module)."""
+    """Return the layout of a ring page, with as many tokens as fit in `size` bytes (second table of this module).
+
+    The other arguments are those of `page`.
+    """
     tokens = size // (head_dim * (16 - key_bits - value_bits) // 8 + 4 * groups)
     value_digits = tokens * head_dim * (8 - key_bits) // 8
     meta = value_digits + tokens * head_dim * (8 - value_bits) // 8

@@ -78,7 +78,12 @@ class RingPages:
     ) -> None:  # fmt: skip
         """Write the residuals and tags of tokens' keys (side 0) or values (side 1) into their slots of the ring.
 
-        `x`, [tokens, kv_heads, D], is rotated but not quantized. The other tensors are its quantized form.
+        Args:
+            x: [tokens, kv_heads, D], rotated but not quantized.
+            codes: uint8 [tokens, kv_heads, D], codes of x.
+            packed: uint8 [tokens, kv_heads, bytes], the same codes, packed.
+            meta: int16 [tokens, kv_heads, groups], scale metadata of x.
+            slots: int64 [tokens], from `ring_slots`; negative for tokens to leave out.
         """
         bits, digits, meta_at = self.sides[side]
         kept = slots >= 0

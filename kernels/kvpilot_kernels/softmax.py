@@ -21,6 +21,9 @@ def attention(
     """Return attention to the keys where `seen`, bool [tokens, keys], is True: float32 [1, heads, tokens, D].
 
     Args:
+        q: [1, heads, tokens, D], any float dtype.
+        k, v: [1, kv_heads, keys, D], any float dtype.
+        scale: factor on the scores.
         softcap: 0 for none.
         sinks: [heads], or None.
     """

@@ -133,7 +133,8 @@ class EngineClient:
         """Yield the continuation of `prompt`, token by token. Closing the iterator stops the engine's work.
 
         The answer has `tokens` tokens, or fewer if the model ends it. With `past_end`, decoding continues after an end
-        token. Retry once if the connection fails before the first token.
+        token. `top_k` is the number of logprobs per token, and `sampling` has vLLM's sampling parameters. Retry once if
+        the connection fails before the first token.
         """
         body: dict[str, object] = {
             "model": self.model,

@@ -210,7 +210,11 @@ async def _answer(engine: EngineClient, throttle: Throttle, asked: Rendered) -> 
 async def follow(
     engine: EngineClient, throttle: Throttle, index: int, prompt: BaselinePrompt, max_resumes: int = MAX_RESUMES
 ) -> Judged:
-    """Decode along the baseline's answer. Return the compared positions, and the number of requests."""
+    """Decode along the baseline's answer (teacher forcing). Return the compared positions, and the number of requests.
+
+    `index` is the index of `prompt` in the baseline. After a divergence, a new request resumes from the baseline's
+    tokens, at most `max_resumes` times.
+    """
     answer = prompt.answer
     forced = array("I", (a.token for a in answer))
     compared: list[stats.Compared] = []

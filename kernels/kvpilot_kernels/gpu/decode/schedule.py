@@ -136,7 +136,7 @@ def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequence
         multiple of TILE. Unused splits have the sequence -1.
     spans: int32 [sequences, 2], written: the first split of a sequence and the number of its splits.
     bases: int32 [sequences], written with SEVERAL: the first result of a sequence's first split.
-    more: as in `most_tiles`.
+    more, wave: as in `most_tiles`.
     """
     c = most_tiles(lens_ptr, sequences, more, wave, TILE, ROUNDS, CHUNK)
     own = tl.program_id(0) * OWN
@@ -184,6 +184,8 @@ def fill_splits(seq_lens: torch.Tensor, splits: torch.Tensor, spans: torch.Tenso
     Args:
         seq_lens: int32 [sequences], stored tokens.
         starts, bases: as in `plan_kernel`; None if each sequence has one row.
+        wave: number of splits that run at once.
+        tile: tokens of a tile.
         tokens: largest number of rows of a sequence.
         more: as in `most_splits`; None for `beyond(tokens)`.
     """

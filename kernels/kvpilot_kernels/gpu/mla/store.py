@@ -97,6 +97,7 @@ def latent_prepare_kernel(
     rotated: float16 [tokens, HEADS, 576], written.
     sums: float32 [tokens, 3, HEADS], written: a query's unit, and the sums of its latent and RoPE part.
     factor: float32 [576].
+    scale: factor on the scores, times log2(e).
     OVERLAP: True to let decode start as soon as earlier writes are visible.
     """
     if OVERLAP:

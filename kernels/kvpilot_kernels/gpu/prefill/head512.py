@@ -16,7 +16,12 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def add_keys(query, key_ptr, value_ptr, first, nk, seen, scale, softcap, key_stride, value_stride, m, total, acc,
              D: tl.constexpr, WIDE: tl.constexpr, N: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
-    """Add keys [first, first + N) of `nk` to the running softmax. A query attends only to keys before `seen` [M, 1]."""
+    """Add keys [first, first + N) of a sequence with `nk` keys to the running softmax, and return its new state.
+
+    query: [M, WIDE].
+    seen: [M, 1], number of keys that a query attends to.
+    m, total, acc: largest score in log2 [M], softmax sum [M] and output [M, WIDE] so far, float32.
+    """
     n = tl.arange(0, N)
     at = first + n
     d = tl.arange(0, WIDE)
@@ -49,7 +54,10 @@ def prefill_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, starts_ptr, 
     lse: float32 [heads, rows], natural logarithms. A sequence without keys gets -inf, and outputs of 0.
     starts: int32 [sequences + 1], each sequence's first query.
     rows_ptr: int32 [sequences + 1], each sequence's first key.
+    scale: factor on the scores.
+    softcap: read only with SOFTCAP.
     WIDE: D padded to a power of two.
+    N: keys per iteration.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # start the programs with the most keys first
     head = tl.program_id(1)

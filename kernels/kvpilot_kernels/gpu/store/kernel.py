@@ -61,6 +61,9 @@ Target = namedtuple("Target", "slots base page_stride head_stride")
 def store_ring(y, codes, meta, packed, ring_ptr, place, live, SIDE: tl.constexpr):
     """Write the residuals and tags of keys or values (SIDE) into ring pages, for tokens that are `live`.
 
+    y, codes: rotated rows and their codes, [tokens, groups, 64].
+    meta: scale metadata, [tokens, groups].
+    packed: result of `pack_codes`.
     ring: pointers to the pages, [tokens].
     place: each token's place in its page, [tokens].
     """

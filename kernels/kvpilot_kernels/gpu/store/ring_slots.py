@@ -15,8 +15,10 @@ def ring_slots_kernel(starts_ptr, lens_ptr, table_ptr, slots_ptr, sequences, tok
 
     starts: int32 [sequences + 1], the first row of each sequence.
     lens: int32 [sequences], stored tokens after the step.
-    table: int32 [sequences, ring_blocks].
+    table: int32 [sequences, RING_BLOCKS].
     slots: int64 [tokens], written.
+    RECENT: number of last tokens that a ring keeps.
+    RING: tokens of a ring page.
     ROUNDS: rounds of a binary search over sequences; 2^ROUNDS is more than `sequences`.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -47,6 +49,8 @@ def fill_ring_slots(slots: torch.Tensor, starts: torch.Tensor, seq_lens: torch.T
         starts: int32 [sequences + 1], the first row of each sequence; rows after the last sequence are padding.
         seq_lens: int32 [sequences], stored tokens after this step; 0 for padding.
         table: int32 [sequences, ring_blocks], the rings' blocks; 0 or negative for none, as in vLLM's tables.
+        recent: number of last tokens that a ring keeps, drafts included.
+        ring_tokens: tokens of a ring page.
     """
     rows, sequences = slots.shape[0], seq_lens.shape[0]
     ring_slots_kernel[(triton.cdiv(rows, TOKENS),)](
