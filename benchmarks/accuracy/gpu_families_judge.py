@@ -141,10 +141,10 @@ def verdict(figures: Figures) -> str:
     rounded = far(figures, "oracle k4v4 rounded")
     near = max(NEAR * changed, far(figures, COMPUTED)) if COMPUTED in figures else NEAR * changed
     holds = {
-        "auto is not what transformers say": control <= near,
-        "the codec is not what transformers say": own <= max(NEAR * other, ROUNDED * (rounded + control)),
-        "a misread block would not show": own <= FAULT * far(figures, "k4v4/codec from a misread block"),
-        "it was not asked as served": served in figures,
+        "auto differs from transformers": control <= near,
+        "the codec differs from transformers": own <= max(NEAR * other, ROUNDED * (rounded + control)),
+        "a misread block would not be noticed": own <= FAULT * far(figures, "k4v4/codec from a misread block"),
+        "no run has the served settings": served in figures,
         "window and factors do harm": served not in figures or far(figures, served) <= SERVED * other,
         "logits are not numbers": not any(x.get("not_a_number") for x in figures.values() if isinstance(x, dict)),
     }

@@ -49,8 +49,8 @@ def fp8_row(fp8: Runs, plain: Runs) -> dict[str, Any]:
     }
     damage, crowd = figures["damage beside fp8"]["mean_kl"], figures["k4v4 in a crowd"]["mean_kl"]
     return row({**figures, "said": fp8["k4v4/crowded"]["said"]}, {
-        "weights are those of 16 bits": figures["weights alone"]["mean_kl"] > 0,
-        "the cache does more damage than beside 16 bits": damage <= 1.6 * figures["damage beside 16 bits"]["mean_kl"],
+        "weights are not quantized": figures["weights alone"]["mean_kl"] > 0,
+        "the cache does more damage than with 16 bits": damage <= 1.6 * figures["damage beside 16 bits"]["mean_kl"],
         "a crowd changes answers": crowd <= damage + CROWD * figures["auto in a crowd"]["mean_kl"],
     })  # fmt: skip
 
@@ -63,7 +63,7 @@ def sleep_row(runs: Runs) -> dict[str, Any]:
     for name, run in runs.items():
         again, woken = (agreement(run["answers"], run[which]) for which in ("again", "woken"))
         figures |= {f"{name} again": again, f"{name} woken": woken, f"{name} said": run["said"]}
-        holds[f"{name} is another after sleep"] = woken["mean_kl"] <= again["mean_kl"] + 1e-4
+        holds[f"answers of {name} change after sleep"] = woken["mean_kl"] <= again["mean_kl"] + 1e-4
         holds[f"{name} has not slept"] = any("Sleep mode freed" in line for line in run["said"])
     return row(figures, holds)
 
@@ -82,8 +82,8 @@ def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
     holds = {}
     for which, own, other in (("adapter", "merged", "model"), ("model", "model", "merged")):
         right = figures[f"{which} from {own} k4v4"]
-        holds[f"the {which} has not its own weights"] = right <= NEAR * figures[f"{which} from {other} k4v4"]
-        holds[f"the {which}'s codec is not what transformers say"] = right <= NEAR * figures[f"{which} from {own} auto"]
+        holds[f"answers of the {which} do not fit its weights"] = right <= NEAR * figures[f"{which} from {other} k4v4"]
+        holds[f"the {which}'s codec differs from transformers"] = right <= NEAR * figures[f"{which} from {own} auto"]
     return row({**figures, "counters": run["counters"], "said": run["said"]}, holds)
 
 
@@ -101,7 +101,7 @@ def spread_row(one: Runs, two: Runs) -> dict[str, Any]:
     found = {name: figures[f"{name} from one GPU"] for name in two}
     counters = {name: run["counters"] for name, run in two.items() if "counters" in run}
     return row({**figures, "counters": counters, "said": two["k4v4/crowded"]["said"]}, {
-        **{f"{name} is not as on one GPU": x["mean_kl"] <= NEAR * damage for name, x in found.items()},
+        **{f"{name} differs from one GPU": x["mean_kl"] <= NEAR * damage for name, x in found.items()},
         "logits are not numbers": not any(x["not_a_number"] for x in found.values()),
     })  # fmt: skip
 
@@ -127,12 +127,12 @@ def details_rows(model: Path, runs: Runs) -> dict[str, dict[str, Any]]:
     distinct = min(len({tuple(one["tokens"]) for one in samples}) for samples in run["samples"])
     right, wild = (sum(map(fits, run[which])) for which in ("structured", "free"))
     return {
-        names[0]: row({OFF: read}, {"they are not the codec's": read["k4v4"] <= NEAR * read["auto"]}),
+        names[0]: row({OFF: read}, {"not the codec's logprobs": read["k4v4"] <= NEAR * read["auto"]}),
         names[1]: row({OFF: drawn, "distinct": distinct}, {
-            "they are not the codec's": drawn["k4v4"] <= NEAR * drawn["auto"], "samples are the same": distinct > 1,
+            "not the codec's logprobs": drawn["k4v4"] <= NEAR * drawn["auto"], "samples are the same": distinct > 1,
         }),
         names[2]: row({"answers": len(prompts), "of the schema": right, "of it without the option": wild}, {
-            "an answer is not of its schema": right == len(prompts), "answers are of it anyway": wild == 0,
+            "an answer violates its schema": right == len(prompts), "free answers follow it": wild == 0,
         }),
     }  # fmt: skip
 

@@ -195,7 +195,7 @@ def main() -> int:
             (args.out / f"disaggregated-{args.shape}.json").write_text(json.dumps(rows, indent=1))
     print(
         "| KV cache | layout | prompt | MiB | copies of each | transfer, ms: least, median, most | prefill, ms | "
-        "then first token, ms | as they left | tokens alike |"
+        "then first token, ms | equal blocks | equal tokens |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:

@@ -150,8 +150,8 @@ def judged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 def table(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Print the comparison as a table, one line for each dtype."""
     print("| KV cache | stored, tokens | MiB a prompt | loaded, tokens | MiB a prompt | computed: first token, ms | "
-          "loaded: first token, ms | of it LMCache, ms | its message, ms | kept after the answer, ms | as they left | "
-          "tokens alike |")  # fmt: skip
+          "loaded: first token, ms | of which LMCache, ms | message, ms | kept after the answer, ms | equal blocks | "
+          "equal tokens |")  # fmt: skip
     print("|---" * 12 + "|")
     for row in rows:
         if "error" in row:

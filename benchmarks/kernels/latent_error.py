@@ -54,7 +54,7 @@ def main() -> None:
     # Scale scores to a standard deviation of 2.5, so that queries attend to some tokens more than to others.
     scale = 2.5 / float((query[:, 0] @ x.T).std())
     exact = torch.cat([attend(q[None], x, scale) for q in query])
-    print("| | bytes a token | capacity | latent lost | RoPE part lost | output off, median | worst |")
+    print("| | bytes a token | capacity | latent error | RoPE error | output error, median | worst |")
     print("|---|---|---|---|---|---|---|")
 
     def tell(name: str, row_bytes: int, codec: Callable[[torch.Tensor], torch.Tensor]) -> None:
