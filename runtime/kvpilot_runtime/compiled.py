@@ -130,7 +130,7 @@ def unpack(archive: Path, folder: Path, say: Say) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, tarfile.TarError) as error:
-        say(f"{archive}: {error}: code is compiled anew; delete the file if this warning is there at every start")
+        say(f"{archive}: {error}: code is compiled again; delete the file if this warning comes at every start")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         return False
@@ -220,7 +220,7 @@ def _add(tar: tarfile.TarFile, path: Path, name: str) -> bool:
 
 
 def tidy(store: Path, now: float) -> None:
-    """Remove archives that no engine has used for 30 days, and temporary files that nobody writes any more."""
+    """Remove archives that no engine has used for 30 days, and abandoned temporary files."""
     for pattern, seconds in (("compiled-*.tar", _UNUSED_SECONDS), (".compiled-*.tar.*", _ABANDONED_SECONDS)):
         for path in store.glob(pattern):
             # Another pod may have removed the file first, or another user may own it. Then there is nothing to do.
