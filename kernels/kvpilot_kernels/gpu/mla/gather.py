@@ -14,7 +14,11 @@ from kvpilot_kernels.gpu.mla.store import ENTRY, RANK
 
 @triton.jit
 def read_part(page, place, live, to, mean_ptr, factor_ptr, SIDE: tl.constexpr):
-    """Dequantize latents or RoPE parts, [tokens, dim], rotate them back, and write those that are `live` to `to`."""
+    """Dequantize latents or RoPE parts (SIDE), rotate them back, and write those of `live` tokens.
+
+    page, to: pointers to the tokens' pages and output rows, [tokens].
+    place: each token's place in its page, [tokens].
+    """
     d = tl.arange(0, SIDE.dim)
     code = read_codes(page + (SIDE.codes + place * SIDE.row), live, SIDE)
     meta = tl.load((page + SIDE.meta).to(tl.pointer_type(tl.int16)) + place, mask=live, other=0).to(tl.int32)

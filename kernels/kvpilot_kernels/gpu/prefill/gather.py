@@ -32,7 +32,11 @@ class GatherConfig:
 
 @triton.jit
 def read_side(page_ptr, place, live, signs_ptr, head, mean_ptr, scale_ptr, HEAD: tl.constexpr, SIDE: tl.constexpr):
-    """Dequantize rows of keys or values (SIDE) of `head`, and rotate them back: float32 [tokens, slots]."""
+    """Dequantize rows of keys or values (SIDE) of `head`, and rotate them back: float32 [tokens, slots].
+
+    page: pointers to the tokens' pages, [tokens].
+    place: each token's place in its page, [tokens].
+    """
     WIDE: tl.constexpr = SIDE.slots
     code = read_codes(page_ptr + (SIDE.codes + place * SIDE.row), live, SIDE)
     at = (page_ptr + SIDE.meta).to(tl.pointer_type(tl.int16))[:, None]
