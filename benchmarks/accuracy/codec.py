@@ -1,8 +1,8 @@
 """Interface of the accuracy table's codecs: a round trip through a cache, and the number of bits that the cache needs.
 
 The table judges a codec by its effect on attention. The functions `key` and `value` take the exact vectors of one layer
-and one sequence in order, and return the vectors that the codec's cache would return. The order matters only for codecs
-that quantize several tokens together.
+and one sequence, in order. They return the vectors that the codec's cache would return. The order matters only for
+codecs that quantize several tokens together.
 """
 
 from collections.abc import Callable

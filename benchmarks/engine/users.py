@@ -76,7 +76,7 @@ class Users:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _converse(self, number: int, wait: float) -> None:
-        """Ask and pause in turns, forever. The first conversation starts at a random turn, as if begun earlier."""
+        """Ask questions with pauses between them, forever. The first conversation starts at a random question."""
         chance, load = random.Random(number), self._load  # noqa: S311
         await asyncio.sleep(wait)
         done = chance.randrange(load.turns)

@@ -183,7 +183,7 @@ def few_variants(capability: int) -> list[Variant]:
     - The other kernels have one or two shapes, because their resources hardly depend on the format.
     - Kernels for latents have 16 heads, and the dtype mla4.
     - Head dims 80 (padded), 192 (rows are stored in two parts) and 512 (Gemma 4) are included only for compute
-      capability 8.6, which has little shared memory, and 9.0, which has much.
+      capability 8.6 and 9.0. These have little and much shared memory.
     - Store and gather need at most 152 registers and 9 KiB on every GPU, far below any limit. They are included only
       for 8.6 and 9.0, and for these three head dims only for 9.0.
     """

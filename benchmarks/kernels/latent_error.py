@@ -4,8 +4,11 @@ Cached vectors are random, but similar to a model's. The latent looks like the o
 weight, in which some channels are 8 times as large as the others. The RoPE part also has large channels, but is not
 normalised. A query attends mainly to about 100 of 4,096 tokens.
 
-The program prints a Markdown table: bytes per token, capacity relative to 16 bits, the error's share of the power of
-latents and of RoPE parts, and the error of attention's output over the output's norm (median and worst of 64 heads).
+The program prints a Markdown table:
+
+- bytes per token, and capacity relative to 16 bits,
+- squared error of latents and of RoPE parts, relative to their power,
+- error of attention's output, relative to the output's norm: median and worst of 64 heads.
 """
 
 from collections.abc import Callable

@@ -33,7 +33,7 @@ def microseconds(launch: Callable[[], object]) -> float:
 
 
 def layers_for(size: int) -> int:
-    """Return how many caches of `size` bytes launches should use in turn, so that none stays in the L2 cache.
+    """Return the number of caches of `size` bytes that launches rotate over, so that none stays in the L2 cache.
 
     Together the caches have about 1 GB, but there are at least 2 and at most `LAUNCHES` of them.
     """

@@ -1,7 +1,7 @@
 """Simple rival codecs in plain torch: fp8, and 4-bit integers per token and head with and without a rotation.
 
-`fp8_e4m3`: each element is cast to an 8-bit float with 3 bits of mantissa (Micikevicius et al., arXiv 2209.05433), with
-the scale 1 that vLLM uses without a calibrated checkpoint; values beyond 448 saturate.
+`fp8_e4m3`: each element is cast to an 8-bit float with 3 bits of mantissa (Micikevicius et al., arXiv 2209.05433). The
+scale is 1, as in vLLM without a calibrated checkpoint. Values beyond 448 saturate.
 
 `int4_raw`: asymmetric round-to-nearest per token and head, float16 step and minimum, no rotation.
 
