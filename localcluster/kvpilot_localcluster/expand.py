@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace $(NAME) by the variable's value, and $$ by one dollar sign. Keep an unknown $(NAME) as it is."""
+    """Replace $(NAME) with the variable's value, and $$ with one dollar sign. Keep an unknown $(NAME) as it is."""
 
     def one(found: re.Match[str]) -> str:
         if found[0] == "$$":

@@ -39,7 +39,7 @@ def _start_ticks(pid: int) -> int:
 
 
 def _become(spec: dict[str, Any], complaint: int, shim: int) -> None:
-    """Replace the forked child by the container's program. If that fails, send the reason through the pipe."""
+    """Replace the forked child with the container's program. If that fails, send the reason through the pipe."""
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != shim:

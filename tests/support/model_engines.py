@@ -108,7 +108,7 @@ class ModelEngines:
         self._place()
 
     def roll(self, revision: str) -> None:
-        """Replace one gated pod by a pod without a gate, as LeaderWorkerSet does after a change of the template."""
+        """Replace one gated pod with a pod without a gate, as LeaderWorkerSet does after a change of the template."""
         mine = [p for p in self.pods if p.revision == revision and p.leaves_in is None]
         if all(p.gated or p.ready for p in mine):
             self.evict(revision, gated=True)

@@ -276,7 +276,7 @@ async def test_engines_start_once_another_owners_claim_is_gone(operator: Operato
 
 
 async def test_no_engine_is_added_once_the_claim_has_another_owner(operator: Operator) -> None:
-    """Replace the claim by another owner's between two reconciles. The operator may still remove running replicas."""
+    """Replace the claim with another owner's between two reconciles. The operator may still remove running replicas."""
     await served(operator)
     operator.api.drop(*CLAIM)
     theirs = operator.api.put({"kind": CLAIM[0], "metadata": {"name": CLAIM[1]}, "spec": {}})

@@ -149,7 +149,7 @@ class EnvVar(Record, frozen=True):
     name: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
     """Name of the variable."""
     value: Annotated[str, Meta(max_length=4096)] | None = None
-    """Value of the variable. Kubernetes replaces $(NAME) by the value of an earlier variable NAME."""
+    """Value of the variable. Kubernetes replaces $(NAME) with the value of an earlier variable NAME."""
     value_from: ValueFrom | None = None
 
 

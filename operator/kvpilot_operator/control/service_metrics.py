@@ -115,7 +115,7 @@ class ServiceSeries:
         self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
 
     def show(self, s: Snapshot, decision: Decision) -> None:
-        """Replace the gauges by the result of a reconcile, and count its decisions."""
+        """Set the gauges to the result of a reconcile, and count its decisions."""
         self._rows = rows(s, decision)
         for entry in news(s, decision):
             self._counts["kvpilot_decisions", (entry.action, known(entry.reason))] += 1

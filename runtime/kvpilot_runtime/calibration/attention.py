@@ -80,7 +80,7 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
 
 @contextmanager
 def attending_to_itself(config: Any, seen: dict[str, Observed], lengths: list[int]) -> Iterator[None]:
-    """Replace the attention of every layer by a `Chunk` inside the `with` block, and restore it afterwards."""
+    """Replace the attention of every layer with a `Chunk` inside the `with` block, and restore it afterwards."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
 
