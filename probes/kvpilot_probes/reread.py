@@ -9,14 +9,16 @@ token. If decoding has stored or read a wrong page, the two distributions differ
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from secrets import token_hex
+from typing import NamedTuple
 
 from kvpilot_probes import stats
 from kvpilot_probes.client import EngineClient
 from kvpilot_probes.codec import Baseline
 from kvpilot_probes.session import TOP_K, Throttle
 
-GENERATION = "generation"
+BUCKETS = GENERATION, ADAPTERS = "generation", "adapters"
 # An engine writes long answers only if the baseline has this pack.
 _PACK = "builtin/long-context"
 # Number of long answers, and number of equally spaced positions of each that are compared.
@@ -24,7 +26,16 @@ ANSWERS, SPOTS = 8, 16
 # Longest prompt to continue, in tokens.
 LONGEST_PROMPT = 512
 # Greedy answers of small models repeat themselves, and then hardly read the cache.
-_SAMPLED: dict[str, object] = {"temperature": 0.7, "seed": 20}
+# No seed: on a CPU, vLLM 0.32 crashes if a request with a seed has its prompt in chunks.
+_SAMPLED: dict[str, object] = {"temperature": 0.7}
+
+
+class Long(NamedTuple):
+    """Long answer to write: its bucket, the model or adapter that writes it, and the baseline's prompt by its index."""
+
+    bucket: str
+    model: str
+    number: int
 
 
 def long_answer(context: int) -> int:
@@ -42,13 +53,24 @@ def chosen(baseline: Baseline, order: Iterable[int], room: int) -> list[int]:
     return [i for i in order if len(baseline.prompts[i].tokens) <= min(LONGEST_PROMPT, room)][:ANSWERS]
 
 
+def planned(indices: Sequence[int], model: str, adapters: Sequence[str]) -> tuple[list[Long], list[Long]]:
+    """Return the long answers of the model, one to each prompt, and those of its adapters.
+
+    Adapters take turns, and each writes at least one answer. Both lists are empty without prompts.
+    """
+    count = max(len(indices), len(adapters)) if indices and adapters else 0
+    others = (Long(ADAPTERS, adapters[i % len(adapters)], indices[i % len(indices)]) for i in range(count))
+    return [Long(GENERATION, model, index) for index in indices], list(others)
+
+
 async def compare(
-    engine: EngineClient, throttle: Throttle, index: int, prompt: Sequence[int], length: int, over: Callable[[], bool]
+    engine: EngineClient, throttle: Throttle, long: Long, prompt: Sequence[int], length: int, over: Callable[[], bool]
 ) -> tuple[list[stats.Compared], int]:
-    """Let the engine write an answer of `length` tokens. Return the compared positions, and the number of requests.
+    """Let the engine write the answer `long`, of `length` tokens. Return the compared positions and the request count.
 
     `over` returns True if the run's time is used up. If that happens before the last comparison, return no positions.
     """
+    engine = replace(engine, model=long.model)
     spots = {len(prompt) + length * (spot + 1) // SPOTS - 1 for spot in range(SPOTS)}
     tokens, decoded = array("I", prompt), dict[int, stats.Logprobs]()
     throttle.spent += len(prompt) + length
@@ -71,7 +93,7 @@ async def compare(
                 top = _likeliest(step.logprobs.top)
                 # The written token agrees if it is one of the likeliest.
                 read = stats.Logprobs(one.token if one.token in top else -1, top)
-                compared.append(stats.compare(index, read, one, GENERATION))
+                compared.append(stats.compare(long.number, read, one, long.bucket))
     return compared, 1 + len(compared)
 
 

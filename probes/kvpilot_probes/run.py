@@ -127,12 +127,12 @@ async def _measure(
     async with probing(base_url, model, settings) as (engine, throttle, deadline):
         context = await check_alike(engine, baseline)
         length = reread.long_answer(context)
-        long = reread.chosen(baseline, order, context - length) if not settings.brief else []
-        if long:
-            planned = (*planned, reread.GENERATION)
+        begun = reread.chosen(baseline, order, context - length) if not settings.brief else []
+        own, others = reread.planned(begun, model, settings.adapters)
+        planned = tuple(dict.fromkeys((*planned, *(one.bucket for one in (*own, *others)))))
         wanted = [p.task if settings.tasks else None for p in baseline.prompts]
-        steps = baseline.positions + tasks.cost(wanted) + len(long) * length
-        again = len(long) * reread.SPOTS * (reread.LONGEST_PROMPT + length)
+        steps = baseline.positions + tasks.cost(wanted) + len((*own, *others)) * length
+        again = len((*own, *others)) * reread.SPOTS * (reread.LONGEST_PROMPT + length)
         allow(deadline, settings, sum(len(p.tokens) for p in baseline.prompts) + again, steps)
 
         async def solved(prompt: BaselinePrompt) -> tuple[str, Done | None, Done | None]:
@@ -151,19 +151,21 @@ async def _measure(
             prompt = baseline.prompts[index]
             await judged(prompt.bucket, lambda one: follow(one, throttle, index, prompt, settings.max_resumes))
 
-        async def continued(index: int) -> None:
-            tokens = baseline.prompts[index].tokens
-            await judged(reread.GENERATION, lambda one: reread.compare(one, throttle, index, tokens, length, over))
+        async def continued(long: reread.Long) -> None:
+            tokens = baseline.prompts[long.number].tokens
+            await judged(long.bucket, lambda one: reread.compare(one, throttle, long, tokens, length, over))
 
         sizes = [_size(p.tokens, len(p.answer)) for p in baseline.prompts]
         await bounded(order, followed, settings.concurrency, sizes.__getitem__)
-        await bounded(long, continued, settings.concurrency)
+        # Ask adapters last: on a CPU, vLLM changes an answer of the model in a step with an adapter (docs/lora.md).
+        for answers in (own, others):
+            await bounded(answers, continued, settings.concurrency)
         failed = allowed is not None and decide(seen, planned, allowed).answer == Answer.FAILED
         results = await bounded(
             () if failed else baseline.prompts, solved, settings.concurrency, lambda p: _size(p.tokens, 0, p.task)
         )
         sample = None
-        if (worst := stats.worst_prompt(c for c in compared if c.bucket != reread.GENERATION)) is not None:
+        if (worst := stats.worst_prompt(c for c in compared if c.bucket not in reread.BUCKETS)) is not None:
             shown = baseline.prompts[worst]
             sample = await throttle.beside_users(engine, lambda one: _sample(one, throttle, shown))
     return stats.summarise(

@@ -107,6 +107,7 @@ class Settings:
     - `tasks`: let a measured engine solve the baseline's tasks, which takes most of the decoded tokens.
     - `from_host`: make an engine that offloads read the prompt's KV pages from host memory.
     - `brief`: skip the remaining prompts of a bucket that is sound, and long answers.
+    - `adapters`: LoRA adapters that the engine serves and that write long answers, too.
     - `turn`: number that rotates the prompts of each bucket, so that brief runs send different prompts.
     """
 
@@ -122,6 +123,7 @@ class Settings:
     progress: Progress = untold
     from_host: bool = False
     brief: bool = False
+    adapters: tuple[str, ...] = ()
     turn: int = 0
     seed: int = 20
     tasks: bool = True

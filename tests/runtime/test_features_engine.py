@@ -7,6 +7,7 @@ with any dtype.
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,6 +17,10 @@ import pytest
 
 from kvpilot_localcluster.engines.real import HANGS
 from kvpilot_operator.render.engine import pod_template
+from kvpilot_probes.packs import Message, ProbePrompt
+from kvpilot_probes.reread import ADAPTERS, ANSWERS, GENERATION
+from kvpilot_probes.run import capture, measure
+from kvpilot_probes.session import Settings
 from kvpilot_smallmodels import adapters
 from kvpilot_smallmodels.models import tiny_llama
 from kvpilot_smallmodels.oracle import SLACK, Oracle
@@ -168,3 +173,16 @@ def test_an_adapter_answers_as_the_model_with_its_weights_added(
     base = completed(served, max_tokens=24)["choices"][0]["token_ids"]
     assert oracle.sound(PROMPT, base, rounds=20)
     assert base != tokens
+
+
+async def test_long_answers_of_the_model_and_of_its_adapters_agree_with_a_new_reading(served: httpx.Client) -> None:
+    url, settings = str(served.base_url).rstrip("/"), Settings(tokens=8, deadline_seconds=1200)
+    chats = [(Message("user", f"Where is it warm in month {i}?"),) for i in range(ANSWERS)]
+    prompts = [ProbePrompt("builtin/long-context", f"p{i}", chat) for i, chat in enumerate(chats)]
+    kept = await capture(url, "m", prompts, identity="test", dtype="k4v4", settings=settings)
+    found = await measure(url, "m", kept, settings=replace(settings, adapters=("adapter", "acme/other")))
+    for bucket in (GENERATION, ADAPTERS):
+        damage = [one.kl for one in found.seen if one.bucket == bucket]
+        assert len(damage) == ANSWERS
+        # Here prefill reads the same quantized pages as decode, so only rounding is left.
+        assert max(damage) < 1e-3

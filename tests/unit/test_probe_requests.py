@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,6 +115,25 @@ async def test_probes_of_an_engine_with_offloading_read_pages_from_host_memory(
         await bench.ask(Measure("check/x", "p", url, "m", "fp8", NAME, serving=serving), spec_of(manifest(**spec)))
     assert seen
     assert all(one == sent for one in seen)
+
+
+@pytest.mark.parametrize(("serving", "asked"), [(False, {"m", "sql", "chat"}), (True, {"m"})])
+async def test_only_a_canary_is_asked_for_answers_of_its_adapters(bench: Bench, serving: bool, asked: set[str]) -> None:
+    kept = await captured(bench)
+    named = tuple(replace(one, name=f"builtin/long-context/{i}") for i, one in enumerate(kept.prompts))
+    bench.cluster.keep(NAME, codec.encode(replace(kept, prompts=named)))
+    seen: set[str] = set()
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path == "/v1/completions":
+            seen.add(body["model"])
+        await (respond_empty(writer) if path == "/metrics" else counting(path, body, writer))
+
+    adapters = [{"name": name, "source": f"file:///{name}"} for name in ("sql", "chat")]
+    async with engine(handler) as url:
+        request = Measure("check/x", "p", url, "m", "fp8", NAME, serving=serving)
+        await bench.ask(request, spec_of(manifest(model={"adapters": adapters})))
+    assert seen == asked
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_operator.decide import control_fault, described, judge
 from kvpilot_probes import codec
 from kvpilot_probes.packs import ProbePrompt
-from kvpilot_probes.reread import ANSWERS, GENERATION, SPOTS, chosen
+from kvpilot_probes.reread import ADAPTERS, ANSWERS, GENERATION, SPOTS, chosen
 from kvpilot_probes.run import capture, control, measure
 from kvpilot_probes.session import Settings
 from kvpilot_probes.stats import Measurement
@@ -91,6 +91,23 @@ async def test_a_long_answer_cut_off_by_the_time_budget_is_not_judged(monkeypatc
 async def test_engines_write_long_answers_only_with_the_pack_of_long_contexts() -> None:
     kept = await captured(reading(CONTEXT), [*PROMPTS, *PROMPTS])
     assert GENERATION not in (await found(damaged_after(64), kept)).planned
+
+
+async def test_damage_to_the_answers_of_one_adapter_fails_the_bucket_of_adapters() -> None:
+    kept, writers = await captured(reading(CONTEXT)), list[str]()
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if body["max_tokens"] == LENGTH:
+            writers.append(body["model"])
+        await (damaged_after(64) if body["model"] == "sql" else counting)(path, body, writer)
+
+    found_ = await found(reading(CONTEXT, handler), kept, Settings(tokens=8, adapters=("chat", "sql")))
+    judged = judge(found_, described(kept), Accuracy())
+    assert (judged.verdict, judged.message.partition(":")[0]) == ("Failed", ADAPTERS)
+    assert {one.bucket for one in found_.seen if one.kl > 0} == {ADAPTERS}
+    # Long answers of the model come first, because a step with both may change them (docs/lora.md).
+    half = ANSWERS // 2
+    assert (writers[:ANSWERS], sorted(writers[ANSWERS:])) == (["m"] * ANSWERS, ["chat"] * half + ["sql"] * half)
 
 
 async def test_a_16_bit_engine_with_damaged_long_answers_gives_no_baseline() -> None:

@@ -264,8 +264,11 @@ class Prober:
         if isinstance(request, Find) or not request.serving:
             # A measurement gets half of the progress deadline. The capture of the baseline and the filling of the cache
             # get the other half.
-            budget = spec.canary.progress_deadline_seconds / 2 if isinstance(request, Measure) else math.inf
-            return Settings(priority=priority, from_host=from_host, budget_seconds=budget)
+            usual = Settings(priority=priority, from_host=from_host)
+            if not isinstance(request, Measure):
+                return usual
+            adapters = tuple(one.name for one in spec.model.adapters)
+            return replace(usual, budget_seconds=spec.canary.progress_deadline_seconds / 2, adapters=adapters)
         # A capture does not pause for users' requests, because a canary waits for the baseline.
         rests, load = isinstance(request, Measure), partial(self._scraper.load, key, request.url)
         give_way = GiveWay(load, GIVE_WAY_SECONDS, rests)
