@@ -77,7 +77,7 @@ class Adapter(Record, frozen=True):
         ".source",
         "self.source.startsWith('hf://') || !(has(self.tokenSecretRef) || has(self.revision) || "
         "self.adapters.exists(one, one.source.startsWith('hf://')))",
-        "model.source is not on the hub, and tokenSecretRef, revision and adapters of hf:// are for models of the hub: "
+        "model.source is not on the hub, but tokenSecretRef, revision and adapters of hf:// are for models of the hub: "
         "remove them, take adapters from pvc:// or file://, or use an hf:// source",
     ),
 )
@@ -194,7 +194,7 @@ class Resources(Record, frozen=True):
         ".tensorParallelSize",
         f"!has(self.tensorParallelSize) || {_NO_GPUS} || !{_GPUS}.matches('^[0-9]{{1,5}}$') || "
         f"int({_GPUS}) <= self.tensorParallelSize || self.extraArgs.exists(a, a.matches('^--?[dp]'))",
-        "tensorParallelSize is below the nvidia.com/gpu of resources.limits, and GPUs would idle: remove "
+        "tensorParallelSize is below the nvidia.com/gpu of resources.limits, so GPUs would idle: remove "
         "tensorParallelSize, whose default is the limit, or lower the limit",
     ),
 )

@@ -84,7 +84,7 @@ RULES_OF_SERVICE = (
     Rule(
         ".cache",
         "!(has(self.cache.weights) || has(self.cache.weightsClaimName)) || self.model.source.startsWith('hf://')",
-        "cache.weights and cache.weightsClaimName keep downloads of hf:// models, and model.source downloads nothing: "
+        "cache.weights and cache.weightsClaimName keep downloads of hf:// models, but model.source downloads nothing: "
         "remove cache.weights and cache.weightsClaimName, or use an hf:// source",
     ),
     Rule(
@@ -98,7 +98,7 @@ RULES_OF_SERVICE = (
         "!has(self.engine.podTemplate.spec) || !has(self.engine.podTemplate.spec.topologySpreadConstraints) || "
         "!self.engine.podTemplate.spec.topologySpreadConstraints.exists(s, "
         "s.topologyKey == 'kubernetes.io/hostname' && s.whenUnsatisfiable == 'DoNotSchedule')",
-        "cache.weights.accessMode ReadWriteOnce keeps all replicas on one node, and topologySpreadConstraints of "
+        "cache.weights.accessMode ReadWriteOnce keeps all replicas on one node, but topologySpreadConstraints of "
         "engine.podTemplate spread them over nodes: use ReadWriteMany and a class that supports "
         "it, or remove kubernetes.io/hostname from the constraints",
     ),
@@ -115,7 +115,7 @@ RULES_OF_SERVICE = (
         "self.engine.env.all(e, !(e.name == 'HF_TOKEN' && has(self.model.tokenSecretRef)) && "
         "!(e.name == 'HF_HOME' && (has(self.cache.weights) || has(self.cache.weightsClaimName))) && "
         "!(e.name == 'VLLM_CACHE_ROOT' && has(self.cache.compileClaimName)))",
-        "engine.env sets HF_TOKEN, HF_HOME or VLLM_CACHE_ROOT, and model.tokenSecretRef, cache.weights (or "
+        "engine.env sets HF_TOKEN, HF_HOME or VLLM_CACHE_ROOT, but model.tokenSecretRef, cache.weights (or "
         "cache.weightsClaimName) or cache.compileClaimName does so too: remove one of them",
     ),
     Rule(
