@@ -212,11 +212,11 @@ class Loops:
         self._read: dict[str, list[int]] = {}
 
     def logits(self, logits: torch.Tensor, read: list[list[int]]) -> None:
-        """Force the next token of each request that has generated at least 64 tokens.
+        """Force the next token of each request that has generated at least 64 tokens to repeat an earlier one.
 
         Args:
             logits: [sequences, vocabulary], changed in place.
-            read: token IDs that the step has computed, by sequence.
+            read: IDs of the tokens that the step has processed, by sequence.
         """
         for row, (one, tokens) in enumerate(zip(STEP.rows, read, strict=True)):
             past = [] if one.generated == 0 else self._read.get(one.request, [])

@@ -1,4 +1,4 @@
-"""Engines of the fleet of hostile.py: one process answers for all good engines, and one for all hostile engines.
+"""Engines that hostile.py scrapes: one process answers for all good engines, and one for all hostile engines.
 
     python -m benchmarks.operator.hostile_engines good
     python -m benchmarks.operator.hostile_engines hostile

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from kvpilot_formats.arguments import KVPILOT, names, read, rules
 from kvpilot_operator.api import faults as api
+from kvpilot_operator.render.engine import pod_template
 from support.bad_manifests import GOOD
+from support.services import manifest, spec_of
 
 TABLE = json.loads((resources.files("kvpilot_formats.arguments") / "vllm.json").read_text())["options"]
 RESERVED = sorted({option for one in rules.RESERVED for option in one.options})
@@ -41,6 +43,18 @@ def test_rules_about_arguments_name_only_options_that_vllm_has() -> None:
     switches = (*rules.BESIDE_OURS, *rules.BESIDE_LATENT, *rules.BESIDE_DRAFT_MODELS, *rules.BESIDE_CONNECTORS)
     named = {option for switch in switches for option in switch.options} | set(RESERVED) | set(rules.SEVERAL_ENGINES)
     assert named - set(KVPILOT) <= set(TABLE)
+
+
+def test_an_option_that_a_field_sets_is_reserved_unless_users_may_change_it() -> None:
+    """`extraArgs` come last, so an option there would replace the field's."""
+    model = {"source": "hf://a/b", "revision": "c", "maxModelLen": 4096,
+             "adapters": [{"name": "sql", "source": "file:///sql"}]}  # fmt: skip
+    cache = {"mode": "Fixed", "dtype": "k4v4", "recentTokens": 64, "skipLayers": ["0"]}
+    spec = spec_of(manifest(model=model, kvCache=cache))
+    (container,) = pod_template("chat", spec, "k4v4")["spec"]["containers"]
+    found = {option.name for option in read(container["args"]).given}
+    assert found - set(RESERVED) == {"--lora-modules", "--enable-lora", "--max-loras"}
+    assert "--recent-tokens" in found and "--revision" in found
 
 
 @given(st.sampled_from(RESERVED), st.integers(0, 40), st.booleans())

@@ -108,7 +108,7 @@ async def test_one_nan_logprob_fails_a_candidate(value: object) -> None:
     assert outcome.answer == Answer.FAILED
     # The run ends with the first answer that suffices for the verdict.
     assert found.prompts <= 2
-    # No limit is so loose that such an engine passes.
+    # An engine whose logprobs are not numbers fails even with the loosest limits.
     control = described(codec.with_control(baseline(), replace(found, mean_kl_micronats=0), NOW))
     judged = judge(found, control, Accuracy(max_excess_kl_millinats=100_000, min_top1_agreement_percent=0))
     assert (judged.verdict, judged.reason) == ("Failed", "AccuracyRegressed")
