@@ -98,12 +98,12 @@ def main() -> NoReturn:
     llm = LLM(**job.engine, **threshold, enforce_eager=True, enable_prefix_caching=job.hit > 0)
     one: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
     if job.hit:
-        # Send one prompt after another, because vLLM prefills a prompt at once if it is alone in the batch.
+        # Send one prompt after another, because vLLM prefills a prompt in one step if it is alone in the batch.
         for text in job.texts:
             llm.generate({"prompt_token_ids": text[: job.hit]}, SamplingParams(**one), use_tqdm=False)
     states = States(llm, job.decoded)
     params = SamplingParams(**one, prompt_logprobs=0, skip_reading_prefix_cache=False)
-    # vLLM would also prefill the end of the longest text at once, because it is then alone in the batch. So send that
+    # When only the longest text is left in the batch, vLLM would prefill its remaining tokens in one step. So send that
     # text twice, and ignore the second answer.
     asked = [*job.texts, max(job.texts, key=len)] if job.decoded else job.texts
     prompts = [{"prompt_token_ids": text} for text in asked]

@@ -45,7 +45,7 @@ WARM_UP, END, HOUR = 600.0, 2400.0, 13 * 3600
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One simulation: an engine (a row of the table) under a load."""
+    """One simulation: one kind of engine (`row`, a row of the result table) under one load."""
 
     load: str
     """Kind of load, such as `agents`."""

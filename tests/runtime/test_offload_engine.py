@@ -1,7 +1,8 @@
 """A real engine that offloads to host memory: pages return unchanged, and answers equal those without offloading.
 
-The engine's cache holds a fraction of the active conversations, so most hits of a turn come from host memory. Rings are
-full of other tokens' rows when a request gets them, even if its pages were loaded.
+The engine's cache holds a fraction of the active conversations, so most hits of a turn come from host memory. Only
+pages are offloaded, not the rings that hold the recent window. So a request begins with a ring that still holds rows of
+other tokens.
 """
 
 import random

@@ -26,7 +26,7 @@ def record(fault: str, recovered_seconds: float, *, what: str, answered: int | N
 
 
 def record_machine(kubernetes: str) -> None:
-    """Append the machine and the software versions of the measurements that follow."""
+    """Append a line to the record: the machine and the software versions with which the next measurements are made."""
     versions = {name: version(name) for name in ("kvpilot", "kubernetes", "aiohttp")}
     _append(
         {

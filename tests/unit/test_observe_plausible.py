@@ -79,7 +79,8 @@ def test_sound_engines_never_count_as_implausible(seed: int, pods: int, load: fl
         judged = fleet.scrape(5 * scrape, pages)
         assert judged.sample.implausible == judged.sample.stalled == ()
         seen = Flows.together((seen, judged.sample.flows))
-    # The sample may lack a page whose counters did not change during a prefill, because that page adds no work.
+    # A page may be left out of a sample if its counters stood still during a long prefill. The sums are still equal,
+    # because such a page would add nothing.
     if not restarts:
         did = Flows.together([model.totals for model in models])
         for name in ("prompt_tokens", "generation_tokens", "finished", "prefill_seconds", "decode_seconds"):

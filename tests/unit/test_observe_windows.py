@@ -1,4 +1,4 @@
-"""Samples are kept at even distances, as far back as the spec needs, within limits. Merging loses no increments."""
+"""Samples are evenly spaced and reach as far back as the spec needs, up to a bound. Merging loses no increments."""
 
 import gc
 import math

@@ -115,7 +115,7 @@ def _count_error(c: Context, failed: ProbeFailed, verdict: Verdict) -> Context:
     c = c.set_canary(errors=errors)
     if failed.reason == Reason.BASELINE_LOST:
         c = c.set_accuracy(baseline=None)
-    # Do not probe an engine again that crashed under a probe, because users' requests could crash it, too.
+    # If an engine crashed under a probe, roll back at once: users' requests could crash it, too.
     limit = c.spec.accuracy.consecutive_error_limit
     if errors >= limit or failed.reason == Reason.ENGINE_CRASHED:
         return roll_back(c, verdict, failed.reason, failed.message)
