@@ -61,7 +61,8 @@ class Disruption(Record, frozen=True):
 
     max_unavailable: Thousand | Annotated[str, Meta(max_length=4, pattern="^(100|[1-9]?[0-9])%$")] = 1
     """Number of replicas, or a share of them such as "25%" (rounded up), that may be missing at one time. 0 blocks node
-    drains. Canaries obey this limit, too, but never replace the last replica unless the limit is "100%"."""
+    drains. Canaries obey this limit, too. They replace the last replica only if the limit is "100%" or
+    canary.capacityPolicy is WhenIdle."""
 
     def unavailable(self, replicas: int) -> int:
         """Return how many of `replicas` may be missing at one time (`max_unavailable`)."""
