@@ -134,7 +134,7 @@ def test_the_last_tokens_of_an_image_are_not_treated_as_drafts(cuda: Any) -> Non
     engine.step({"a": 4, "b": 3, "c": 20}, padding=2, wrong={"a": 2}, images={"b": [(20, 32)]})
 
 
-def test_a_model_may_turn_off_image_attention_for_a_group_of_layers(cuda: Any) -> None:
+def test_a_model_may_turn_off_bidirectional_image_attention_for_a_group_of_layers(cuda: Any) -> None:
     engine = Engine(cuda, "k4v4")
     build = engine.builder.build
 

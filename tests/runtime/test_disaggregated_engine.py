@@ -176,9 +176,7 @@ def assert_pages_and_answers(both: Pair, rounds: int, ranks: int = 1, regions: i
     return seen
 
 
-def test_transferred_pages_are_unchanged_and_answers_equal_those_of_one_engine(
-    both: Pair, record_property: Any
-) -> None:
+def test_transferred_pages_are_unchanged_and_answers_equal_the_models(both: Pair, record_property: Any) -> None:
     seen = assert_pages_and_answers(both, 6) | {"poisoned": both.poisoned}
     for name, value in seen.items():
         record_property(name, value)

@@ -35,7 +35,7 @@ def of_rank(layers: list[Factors], rank: int) -> list[Factors]:
     return [Factors(*(getattr(one, name)[rank : rank + 1] for name in Factors.__dataclass_fields__)) for one in layers]
 
 
-def test_two_nodes_with_one_rank_each_answer_like_one_engine(tmp_path: Path) -> None:
+def test_two_nodes_answer_as_the_model_with_the_factors_of_each_rank(tmp_path: Path) -> None:
     model, file, master = tiny_llama(), tmp_path / "factors.safetensors", free_port()
     facts = factors_file.ModelFacts.read(model)
     layers = random_factors(facts)

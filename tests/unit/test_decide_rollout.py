@@ -79,7 +79,7 @@ def test_a_service_changes_to_its_start_dtype_without_pressure_after_probes(mode
     assert [(one.dtype, one.verdict, one.reason) for one in status.history] == [("k8v4", "Passed", "WithinLimits")]
 
 
-def test_a_start_dtype_that_fails_its_probes_changes_nothing():
+def test_a_start_dtype_that_fails_its_probes_leaves_the_serving_dtype():
     cluster = ModelCluster(starting_with("k4v4"), bad=frozenset({"k4v4"}), demand=1500)
     status = cluster.settle()
     assert status.kv_cache.active_dtype == "auto"

@@ -42,7 +42,7 @@ def test_answers_equal_to_those_of_transformers_are_judged_right() -> None:
         ("k4v4/crowded from oracle auto", 0.3, "window and factors do harm"),
     ],
 )
-def test_the_judgement_names_missing_results(name: str, value: object, missing: str) -> None:
+def test_the_judgement_names_the_failed_comparison(name: str, value: object, missing: str) -> None:
     assert verdict({**SOUND, name: value}) == f"served, not shown right: {missing}"
 
 
@@ -67,7 +67,7 @@ def test_an_engine_that_failed_is_not_served() -> None:
     assert verdict({**SOUND, "errors": {"k4v4/crowded": "no"}}) == "not served: k4v4/crowded: no"
 
 
-def test_results_of_single_engines_are_optional_but_count() -> None:
+def test_results_of_runs_without_a_crowd_are_optional_but_count() -> None:
     crowd = {name for name in SOUND if name.endswith("/alone")}
     without = {key: value for key, value in SOUND.items() if key not in crowd}
     assert verdict({**without, "errors": {"k4v4/alone": "it did not end in time"}}) == RIGHT
