@@ -89,7 +89,9 @@ def ring(ring: torch.Tensor | None, cache: torch.Tensor, recent: int) -> None:
         holds = f"is {recent} {'without' if ring is None else 'with'} a ring"
         raise BadInputError("recent", holds, "give a ring and the tokens that it keeps, or neither")
     if ring is not None and ring.shape[1:] != cache.shape[1:]:
-        raise BadInputError("ring", f"is {tuple(ring.shape)}", f"make it like cache, {tuple(cache.shape)}")
+        raise BadInputError(
+            "ring", f"is {tuple(ring.shape)}", f"its pages need the shape of the cache's, {tuple(cache.shape[1:])}"
+        )
 
 
 def inner_strides(head_dim: int, **named: torch.Tensor) -> None:

@@ -31,7 +31,7 @@ def is_calm(condition: Json) -> bool:
         return False
     if (kind, reason) in _TOLD_BY_REASON:
         return False
-    return status in next((one.calm for one in ConditionType if one == kind), (status,))
+    return status in {str(one): one.calm for one in ConditionType}.get(kind, (status,))
 
 
 def condition(obj: Json, kind: str) -> Json:

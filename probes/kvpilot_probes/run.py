@@ -129,10 +129,11 @@ async def _measure(
         length = reread.long_answer(context)
         begun = reread.chosen(baseline, order, context - length) if not settings.brief else []
         own, others = reread.planned(begun, model, settings.adapters)
-        planned = tuple(dict.fromkeys((*planned, *(one.bucket for one in (*own, *others)))))
+        long = [*own, *others]
+        planned = tuple(dict.fromkeys((*planned, *(one.bucket for one in long))))
         wanted = [p.task if settings.tasks else None for p in baseline.prompts]
-        steps = baseline.positions + tasks.cost(wanted) + len((*own, *others)) * length
-        again = len((*own, *others)) * reread.SPOTS * (reread.LONGEST_PROMPT + length)
+        steps = baseline.positions + tasks.cost(wanted) + len(long) * length
+        again = len(long) * reread.SPOTS * (reread.LONGEST_PROMPT + length)
         allow(deadline, settings, sum(len(p.tokens) for p in baseline.prompts) + again, steps)
 
         async def solved(prompt: BaselinePrompt) -> tuple[str, Done | None, Done | None]:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 FALSE_ALARM = 1 / 1000
 # Largest probability of calling a bucket sound although its mean damage is at the limit. It holds if the bet's inverse
 # factor, 2 / (1 + x / m), has a mean of at most 1. This is true for exponential damage, and for log-normal damage with
-# a standard deviation of up to 1.5 means. The noise may be a tenth of the limit (docs/accuracy-error-rates.md).
+# a standard deviation of up to 1.5 means. The noise may be at most a tenth of the limit (docs/accuracy-error-rates.md).
 MISS = 1 / 20
 # Share of the limit up to which damage counts as healthy. Between it and the limit, a long test may end either way.
 HEALTHY = 0.5

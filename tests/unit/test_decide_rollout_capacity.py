@@ -91,7 +91,7 @@ def test_replace_one_with_the_last_replica_is_reported_and_starts_nothing():
     stalled = status.condition("Stalled")
     assert stalled is not None
     assert stalled.reason == "Unschedulable"
-    assert "maxUnavailable 1 permits to replace none" in stalled.message
+    assert "maxUnavailable 1 permits no replacement" in stalled.message
 
 
 def test_a_single_replica_may_be_replaced_if_all_may_be_unavailable():

@@ -140,7 +140,7 @@ async def test_a_failed_part_of_a_decision_is_counted_and_logged_once_and_ends_n
     count = world.telemetry.registry.get_sample_value("kvpilot_unanswered_questions_total", labels)
     assert count is not None
     assert count >= 3
-    lines = [record for record in caplog.records if "Accuracy failed" in record.message]
+    lines = [record for record in caplog.records if "the rule Accuracy raised" in record.message]
     assert {(line.service, line.reason) for line in lines} == {("models/s0", "ReconcileIncomplete")}
     assert all(SECRET not in line.getMessage() and not line.exc_info for line in lines)
     assert len(lines) == 1

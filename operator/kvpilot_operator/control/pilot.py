@@ -168,7 +168,7 @@ def _tell(s: Snapshot, decision: Decision) -> None:
     for one in decision.unanswered:
         if before is None or str(one) not in before.message:
             log.error(
-                "%s failed: %s in %s", one.question, one.error, " > ".join(one.where) or "a library",
+                "the rule %s raised %s in %s", one.question, one.error, " > ".join(one.where) or "a library",
                 extra={"service": str(s.key), "reason": Reason.RECONCILE_INCOMPLETE},
             )  # fmt: skip
     for entry in news(s, decision):

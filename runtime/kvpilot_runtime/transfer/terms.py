@@ -95,7 +95,8 @@ def layout(config: Any) -> str | None:
     """Return which layout of the KV cache to request from vLLM. Return None to let vLLM's own connector choose.
 
     Request the layout in which all layers of a block are contiguous, because one copy then transfers a block. For ranks
-    with one KV head, vLLM copies each layer separately in any layout, and NIXL merges adjacent blocks of a layer.
+    with one KV head return None, because vLLM then copies each layer separately in any layout, and NIXL merges adjacent
+    blocks of a layer.
     """
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector != NIXL.name:

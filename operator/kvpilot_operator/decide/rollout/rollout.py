@@ -193,7 +193,7 @@ def _replace_one(c: Context, no_node: str) -> Context:
     if not one_can_leave(c.spec, c.replicas):
         text = (
             f"no node has room for the canary ({no_node}), and it may replace none of {c.replicas} replicas: "
-            f"spec.disruption.maxUnavailable is {c.spec.disruption.max_unavailable} (only 100% permits to replace the "
+            f"spec.disruption.maxUnavailable is {c.spec.disruption.max_unavailable} (only 100% permits replacing the "
             "last one); the canary waits for spare capacity"
         )
         return _advance_stage(shifting.noted(c, text))

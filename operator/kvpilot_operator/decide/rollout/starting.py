@@ -38,8 +38,8 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
         return Cause(
             Reason.UNSCHEDULABLE,
             f"with spec.canary.capacityPolicy ReplaceOne a canary replaces one of {replicas} replicas, but "
-            f"spec.disruption.maxUnavailable {spec.disruption.max_unavailable} permits to replace none (only 100% "
-            "permits to replace the last one); raise the replicas or maxUnavailable, or choose Surge",
+            f"spec.disruption.maxUnavailable {spec.disruption.max_unavailable} permits no replacement (only 100% "
+            "permits replacing the last one); raise the replicas or maxUnavailable, or choose Surge",
         )
     if spec.canary.capacity_policy == "WhenIdle" and not _idle(c):
         text = f"{canary} replaces a replica once no request has come for {IDLE_SECONDS} s (canary.capacityPolicy)"
