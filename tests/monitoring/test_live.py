@@ -25,11 +25,9 @@ TRIAL = {
     "Canary", "Canaries by stage", "Canary's share of the requests", "Last trial", "Excess KL of the last probe",
     "Excess KL of the last probe, the ten highest", "Top-1 agreement of the last probe",
 }  # fmt: skip
-# Panels that have data only after a rollback, or after a decision between steps. A fixed dtype has neither. This
-# service also has no objectives and no second tier.
+# Panels that have data only after a rollback, with objectives, or with a second tier. This service has none of them.
 OTHERS = {
-    "Dtypes that are denied", "Steps that kvpilot compared last", "Latency objectives",
-    "Prompt tokens found, by tier (kvCache.offload)",
+    "Dtypes that are denied", "Latency objectives", "Prompt tokens found, by tier (kvCache.offload)",
 }  # fmt: skip
 
 

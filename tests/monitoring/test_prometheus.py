@@ -34,7 +34,6 @@ from kvpilot_operator.state.status import (
     Experience,
     JournalEntry,
     KVCache,
-    Option,
     Status,
 )
 from support.services import KEY, NOW, manifest, running, samples, spec_of
@@ -83,8 +82,7 @@ def eventful(now: datetime) -> Status:
         message="",
         until=now + timedelta(days=7),
     )
-    weighed = Option(action="DtypeDown", dtype="k4v4", replicas=1, outcome="Chosen", message="", capacity_tokens=9000)
-    entry = JournalEntry(time=now, action="StartCanary", reason="MemoryPressured", message="why", options=(weighed,))
+    entry = JournalEntry(time=now, action="StartCanary", reason="MemoryPressured", message="why")
     return Status(
         canary=trial,
         history=(ended,),

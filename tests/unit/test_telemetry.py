@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from prometheus_client import generate_latest
 
-from kvpilot_operator.api.words import Action, ConditionType, Outcome
+from kvpilot_operator.api.words import Action, ConditionType
 from kvpilot_operator.control.service_metrics import ServiceSeries
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.state.accuracy import Accuracy, Measured
@@ -18,31 +18,18 @@ from kvpilot_operator.state.decision import Decision, Figures, Latency
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.state.status import (
-    MAX_OPTIONS,
     Canary,
     Condition,
     Denied,
     Experience,
     JournalEntry,
     KVCache,
-    Option,
     Scaling,
     Status,
 )
 from support.services import KEY, NOW, manifest, snapshot
 
 OTHER = ServiceKey("models", "other")
-OPTIONS = (
-    Option(
-        action=Action.DTYPE_DOWN,
-        dtype="k4v4",
-        replicas=2,
-        outcome=Outcome.CHOSEN,
-        message="",
-        capacity_tokens=30_000,
-    ),
-    Option(action=Action.SCALE_OUT, dtype="auto", replicas=3, outcome=Outcome.INSUFFICIENT, message=""),
-)
 
 
 def condition(kind: str, word: str, reason: str) -> Condition:
@@ -103,7 +90,7 @@ STATUS = Status(
     accuracy=Accuracy(failures=2, errors=1, last=PROBE),
     decisions=(
         JournalEntry(time=NOW, action="Hold", reason="Dwell", message=""),
-        JournalEntry(time=NOW, action=Action.DTYPE_DOWN, reason="MemoryBound", message="", options=OPTIONS),
+        JournalEntry(time=NOW, action=Action.DTYPE_DOWN, reason="MemoryBound", message=""),
     ),
     conditions=(
         condition("MemoryPressured", "True", "MemoryBound"),
@@ -162,14 +149,6 @@ LAST_CANARY = {"dtype": "k8v4", "verdict": "Failed", "reason": "AccuracyRegresse
         ("kvpilot_recommended_replicas", {}, 3),
         ("kvpilot_desired_replicas", {}, 2),
         ("kvpilot_max_replicas", {}, manifest()["spec"]["scaling"]["maxReplicas"]),
-        ("kvpilot_option_replicas", {"action": "ScaleOut", "dtype": "auto", "outcome": "Insufficient"}, 3),
-        ("kvpilot_option_replicas", {"action": "DtypeDown", "dtype": "k4v4", "outcome": "Chosen"}, 2),
-        ("kvpilot_option_capacity_tokens", {"action": "DtypeDown", "dtype": "k4v4", "outcome": "Chosen"}, 30_000),
-        (
-            "kvpilot_option_capacity_tokens",
-            {"action": "ScaleOut", "dtype": "auto", "outcome": "Insufficient"},
-            None,
-        ),
         ("kvpilot_canary_stage", {"stage": "Shifting", "dtype": "k4v4"}, 1),
         ("kvpilot_canary_stage", {"stage": "Probing", "dtype": "k4v4"}, None),
         ("kvpilot_canary_weight_ratio", {}, 0.25),
@@ -212,10 +191,6 @@ def test_series_of_the_operator_that_are_out_of_date_disappear() -> None:
     assert read(telemetry, "kvpilot_recommended_dtype", dtype="fp8") == 1
     for name in ("kvpilot_kv_usage_ratio", "kvpilot_canary_weight_ratio", "kvpilot_engine_metrics_timestamp_seconds"):
         assert read(telemetry, name) is None
-    assert (
-        read(telemetry, "kvpilot_option_replicas", action=Action.SCALE_OUT, dtype="auto", outcome=Outcome.INSUFFICIENT)
-        is None
-    )
     assert read(telemetry, "kvpilot_canary_stage", stage="Shifting", dtype="k4v4") is None
 
 
@@ -276,26 +251,11 @@ def shown_of(telemetry: Telemetry, reason: str) -> Iterator[Any]:
     return (one for one in samples if one.labels.get("reason") == reason)
 
 
-def test_a_busy_service_has_at_most_seventy_series() -> None:
+def test_a_busy_service_has_at_most_fifty_series() -> None:
     telemetry = Shown()
-    kinds = tuple(ConditionType)
-    options = tuple(
-        Option(
-            action=Action.DTYPE_DOWN,
-            dtype=f"d{n}",
-            replicas=1,
-            outcome=Outcome.POSSIBLE,
-            message="",
-            capacity_tokens=1,
-        )
-        for n in range(MAX_OPTIONS)
-    )
-    entry = JournalEntry(time=NOW, action=Action.DTYPE_DOWN, reason="MemoryBound", message="", options=options)
-    busy = msgspec.structs.replace(
-        STATUS, decisions=(entry,), conditions=tuple(condition(kind, "True", "Why") for kind in kinds)
-    )
-    decided(telemetry, busy)
-    assert 50 < series(telemetry, KEY) <= 70
+    every = tuple(condition(kind, "True", "Why") for kind in ConditionType)
+    decided(telemetry, msgspec.structs.replace(STATUS, conditions=every))
+    assert 35 < series(telemetry, KEY) <= 50
 
 
 def test_counters_have_no_created_series() -> None:

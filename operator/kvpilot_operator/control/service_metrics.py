@@ -1,4 +1,4 @@
-"""Export the state of each service as Prometheus gauges: about 30 series for a service, and at most 70.
+"""Export the state of each service as Prometheus gauges: about 30 series for a service, and at most 50.
 
 A word, such as a dtype, a stage or a reason, is a label. Only the current word has a series, with the value 1.
 """
@@ -64,16 +64,6 @@ FAMILIES = (
     Family("kvpilot_doubted_pods", "Pods with implausible metrics."),
     Family("kvpilot_unanswered_pods", "Ready pods without metrics in the last scrape."),
     Family("kvpilot_scrape_backoff_pods", "Ready pods that are scraped less often, after several failed scrapes."),
-    Family(
-        "kvpilot_option_replicas",
-        "Number of replicas after each step that the last decision considered.",
-        ("action", "dtype", "outcome"),
-    ),
-    Family(
-        "kvpilot_option_capacity_tokens",
-        "KV cache capacity, in tokens, after each step that the last decision considered.",
-        ("action", "dtype", "outcome"),
-    ),
     Family("kvpilot_canary_stage", "1 for the current stage of a canary.", ("stage", "dtype")),
     Family("kvpilot_canary_deadline_timestamp_seconds", "Deadline of the canary's current stage or step."),
     Family("kvpilot_canary_weight_ratio", "Share of the requests that the canary gets, 0 to 1."),
@@ -156,7 +146,6 @@ def rows(s: Snapshot, decision: Decision) -> tuple[Row, ...]:
         *_plain(s, status),
         *_figures(decision.figures),
         *_words(s, status),
-        *_options(status),
         *_canary(s, status),
         *_probes(status.accuracy),
     )
@@ -211,14 +200,6 @@ def _words(s: Snapshot, status: Status) -> _Rows:
         denied[entry.dtype] = max(entry.until.timestamp(), denied.get(entry.dtype, 0.0))
     for dtype, until in denied.items():
         yield "kvpilot_denied_until_timestamp_seconds", (dtype,), until
-
-
-def _options(status: Status) -> _Rows:
-    options = next((entry.options for entry in status.decisions if entry.options), ())
-    by_labels = {(option.action, option.dtype, option.outcome): option for option in options}
-    for labels, option in by_labels.items():
-        yield "kvpilot_option_replicas", labels, option.replicas
-        yield "kvpilot_option_capacity_tokens", labels, option.capacity_tokens
 
 
 def _canary(s: Snapshot, status: Status) -> _Rows:
