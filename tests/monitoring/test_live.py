@@ -25,9 +25,9 @@ TRIAL = {
     "Canary", "Canaries by stage", "Canary's share of the requests", "Last trial", "Excess KL of the last probe",
     "Excess KL of the last probe, the ten highest", "Top-1 agreement of the last probe",
 }  # fmt: skip
-# Panels that have data only after a rollback, with objectives, or with a second tier. This service has none of them.
+# Panels that have data only after a rollback or with objectives. This service has neither.
 OTHERS = {
-    "Dtypes that are denied", "Latency objectives", "Prompt tokens found, by tier (kvCache.offload)",
+    "Dtypes that are denied", "Latency objectives",
 }  # fmt: skip
 
 

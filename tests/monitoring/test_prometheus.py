@@ -96,11 +96,10 @@ def passes(telemetry: Telemetry) -> None:
     """Reconcile the service and record metrics as the operator's loop does. Add past events to the decision."""
     now = datetime.now(UTC).replace(microsecond=0)
     objective = {"metric": "TTFT", "percentile": 95, "milliseconds": 500}
-    asked = manifest(scaling={"objectives": [objective]}, kvCache={"mode": "Auto", "offload": {"cpuMemoryGiB": 8}})
+    asked = manifest(scaling={"objectives": [objective]})
     observed = running(asked, "auto")
     seen = samples(usage=0.95, waiting=3)
     flows = Flows(5.0, generation_tokens=500, finished=5, ttft=Histogram((0.5, 1.0), (5, 0, 0), 1.0))
-    flows = replace(flows, prefix_queries=100.0, prefix_hits=40.0, host_hits=20.0)
     scrapes = tuple(replace(one, time=one.time + (now - NOW), recent_tokens=64, flows=flows) for one in seen)
     observed = running(asked, "auto", now=now, samples={observed.traffic: scrapes})
     with telemetry.timed_reconcile():

@@ -100,8 +100,7 @@ STATUS = Status(
 
 
 FIGURES = Figures(
-    recent_tokens=64, hits={"gpu": 0.3, "host": 0.45},
-    latencies=(Latency("TTFT", 95, 0.5, 0.4), Latency("ITL", 99, 0.05, None)),
+    recent_tokens=64, latencies=(Latency("TTFT", 95, 0.5, 0.4), Latency("ITL", 99, 0.05, None)),
 )  # fmt: skip
 
 
@@ -133,8 +132,6 @@ LAST_CANARY = {"dtype": "k8v4", "verdict": "Failed", "reason": "AccuracyRegresse
         ("kvpilot_kv_usage_ratio", {}, 0.91),
         ("kvpilot_kv_capacity_tokens", {}, 8000),
         ("kvpilot_recent_tokens", {}, 64),
-        ("kvpilot_prefix_hit_ratio", {"tier": "gpu"}, 0.3),
-        ("kvpilot_prefix_hit_ratio", {"tier": "host"}, 0.45),
         ("kvpilot_objective_seconds", {"metric": "ITL", "percentile": "99"}, 0.05),
         ("kvpilot_objective_observed_seconds", {"metric": "TTFT", "percentile": "95"}, 0.4),
         ("kvpilot_objective_observed_seconds", {"metric": "ITL", "percentile": "99"}, None),

@@ -41,11 +41,6 @@ FAMILIES = (
     Family("kvpilot_kv_usage_ratio", "Share of the KV cache in use, 0 to 1."),
     Family("kvpilot_kv_capacity_tokens", "KV cache capacity, in tokens, of all replicas."),
     Family("kvpilot_recent_tokens", "Number of each sequence's last tokens that engines read at 8 bits; 0 for none."),
-    Family(
-        "kvpilot_prefix_hit_ratio",
-        "Share of prompt tokens that were found in a cache tier, 0 to 1; only with kvCache.offload.",
-        ("tier",),
-    ),
     Family("kvpilot_active_dtype", "1 for the serving KV-cache dtype.", ("dtype",)),
     Family("kvpilot_recommended_dtype", "1 for the KV-cache dtype that kvpilot recommends.", ("dtype",)),
     Family("kvpilot_denied_until_timestamp_seconds", "Time until which kvpilot does not try a dtype.", ("dtype",)),
@@ -174,8 +169,6 @@ def _plain(s: Snapshot, status: Status) -> _Rows:
 
 def _figures(figures: Figures) -> _Rows:
     yield "kvpilot_recent_tokens", (), figures.recent_tokens
-    for tier, share in figures.hits.items():
-        yield "kvpilot_prefix_hit_ratio", (tier,), share
     for one in figures.latencies:
         labels = (one.metric, str(one.percentile))
         yield "kvpilot_objective_seconds", labels, one.limit_seconds

@@ -53,16 +53,11 @@ def summarise(c: Context) -> Context:
 
 
 def _figures(c: Context, sample: Sample | None) -> Figures:
-    w, offload = c.workload, c.spec.kv_cache.offload
-    hits = (("gpu", w.gpu_hits), ("host", w.host_hits))
-    known = {tier: min(1.0, share) for tier, share in hits if share is not None}
-    return Figures(
-        recent_tokens=sample.recent_tokens or 0 if sample is not None else None,
-        hits={} if offload is None else known,
-        latencies=tuple(
-            Latency(one.objective.metric, one.objective.percentile, one.limit, one.seconds) for one in w.objectives
-        ),
+    recent = sample.recent_tokens or 0 if sample is not None else None
+    latencies = (
+        Latency(one.objective.metric, one.objective.percentile, one.limit, one.seconds) for one in c.workload.objectives
     )
+    return Figures(recent_tokens=recent, latencies=tuple(latencies))
 
 
 def _inference_pool(c: Context) -> str | None:

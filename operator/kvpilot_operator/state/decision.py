@@ -150,8 +150,6 @@ class Figures:
 
     recent_tokens: int | None = None
     """Recent window that engines report, in tokens; None before the first scrape."""
-    hits: Mapping[str, float] = field(default_factory=dict)
-    """Share of prompt tokens that were found in a cache tier, by tier. Empty without kvCache.offload."""
     latencies: tuple[Latency, ...] = ()
 
 

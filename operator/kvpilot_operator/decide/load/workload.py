@@ -54,10 +54,6 @@ class Workload:
     prefixes are evicted, it is at least twice the capacity, because a smaller gain is not worth a restart."""
     prompts_in_hand: float | None = None
     """Mean number of prompts that one replica computes at a time."""
-    gpu_hits: float | None = None
-    """Share of prompt tokens (0 to 1) found in the GPU's prefix cache; None if no prompt was looked up."""
-    host_hits: float | None = None
-    """Share of prompt tokens that came from host memory."""
     mean_prompt: float | None = None
     mean_generation: float | None = None
     requests_per_second: float | None = None
@@ -161,8 +157,6 @@ def classify(
         capacity_tokens=seen.capacity,
         demand_tokens=_demand(seen) if lost is None else max(_demand(seen), 2 * seen.capacity),
         prompts_in_hand=seen.prompts_in_hand if f.seconds else None,
-        gpu_hits=_ratio(f.prefix_hits, f.prefix_queries),
-        host_hits=_ratio(f.host_hits, f.prefix_queries),
         memory=kind == WorkloadKind.MEMORY_BOUND or lost is not None,
         computed_prompt=_ratio(f.computed, f.finished),
         mean_prompt=_ratio(f.prompt_tokens, f.finished),
