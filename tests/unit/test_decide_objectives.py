@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from kvpilot_operator.api.scaling import Objective
 from kvpilot_operator.api.words import ObjectiveState
 from kvpilot_operator.decide import decide
-from kvpilot_operator.decide.load.objectives import ObjectiveResult, judge_objectives
+from kvpilot_operator.decide.load.objectives import judge_objectives
 from kvpilot_operator.decide.load.workload import classify
 from kvpilot_operator.decide.steps.policy import choose_step
 from kvpilot_operator.observe.windows import retention_of
-from kvpilot_operator.state.decision import Latency
+from kvpilot_operator.state.decision import ObjectiveResult
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 from support.crd import status_faults
@@ -177,7 +177,7 @@ def late_service(**scaling):
 
 def test_observed_latencies_are_in_metrics_condition_and_journal() -> None:
     decision = decide(late_service())
-    assert decision.figures.latencies == (Latency("TTFT", 95, 0.5, 2.425),)
+    assert decision.figures.objectives == (ObjectiveResult(Objective("TTFT", 95, 500), ObjectiveState.MISSED, 2.425),)
     condition = decision.status.condition("ObjectivesHeld")
     assert condition is not None
     assert (condition.status, condition.reason) == ("False", "Missed")

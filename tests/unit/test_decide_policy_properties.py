@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from kvpilot_formats import formats
 from kvpilot_operator.api.scaling import Objective
 from kvpilot_operator.api.words import ObjectiveState, WorkloadKind
-from kvpilot_operator.decide.load.objectives import ObjectiveResult
 from kvpilot_operator.decide.load.surge import Surge
 from kvpilot_operator.decide.load.workload import Workload
 from kvpilot_operator.decide.steps.capacity import smaller
 from kvpilot_operator.decide.steps.ladder import denial, infeasible
 from kvpilot_operator.decide.steps.policy import choose_step
 from kvpilot_operator.decide.steps.policy_input import PolicyInput
+from kvpilot_operator.state.decision import ObjectiveResult
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Saturation
 from support.policy_inputs import A100, H200, denied

@@ -7,11 +7,11 @@ from datetime import timedelta
 import pytest
 
 from kvpilot_operator.api.scaling import Objective
-from kvpilot_operator.decide.load.objectives import ObjectiveResult
 from kvpilot_operator.decide.load.saturation import learned
 from kvpilot_operator.decide.load.surge import Surge, find
 from kvpilot_operator.decide.load.workload import classify
 from kvpilot_operator.decide.steps.policy import choose_step
+from kvpilot_operator.state.decision import ObjectiveResult
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 from kvpilot_operator.state.status import Saturation

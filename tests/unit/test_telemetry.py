@@ -10,11 +10,12 @@ import msgspec
 import pytest
 from prometheus_client import generate_latest
 
-from kvpilot_operator.api.words import Action, ConditionType
+from kvpilot_operator.api.scaling import Objective
+from kvpilot_operator.api.words import Action, ConditionType, ObjectiveState
 from kvpilot_operator.control.service_metrics import ServiceSeries
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.state.accuracy import Accuracy, Measured
-from kvpilot_operator.state.decision import Decision, Figures, Latency
+from kvpilot_operator.state.decision import Decision, Figures, ObjectiveResult
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.state.status import (
@@ -100,8 +101,12 @@ STATUS = Status(
 
 
 FIGURES = Figures(
-    recent_tokens=64, latencies=(Latency("TTFT", 95, 0.5, 0.4), Latency("ITL", 99, 0.05, None)),
-)  # fmt: skip
+    recent_tokens=64,
+    objectives=(
+        ObjectiveResult(Objective("TTFT", 95, 500), ObjectiveState.HELD, 0.4),
+        ObjectiveResult(Objective("ITL", 99, 50), ObjectiveState.NO_SAMPLES),
+    ),
+)
 
 
 class Shown(Telemetry):

@@ -169,10 +169,10 @@ def _plain(s: Snapshot, status: Status) -> _Rows:
 
 def _figures(figures: Figures) -> _Rows:
     yield "kvpilot_recent_tokens", (), figures.recent_tokens
-    for one in figures.latencies:
-        labels = (one.metric, str(one.percentile))
-        yield "kvpilot_objective_seconds", labels, one.limit_seconds
-        yield "kvpilot_objective_observed_seconds", labels, one.observed_seconds
+    for one in figures.objectives:
+        labels = (one.objective.metric, str(one.objective.percentile))
+        yield "kvpilot_objective_seconds", labels, one.limit
+        yield "kvpilot_objective_observed_seconds", labels, one.seconds
 
 
 def _words(s: Snapshot, status: Status) -> _Rows:

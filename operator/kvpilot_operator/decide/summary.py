@@ -9,9 +9,8 @@ from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.load.workload import USAGE_STEP_PERCENT
 from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.decide.step_rules import was_pressured
-from kvpilot_operator.state.decision import Figures, Latency
+from kvpilot_operator.state.decision import Figures
 from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.samples import Sample
 
 # Workloads of these kinds prove that pressure has ended.
 _ENDED = (WorkloadKind.IDLE, WorkloadKind.PREFILL_BOUND, WorkloadKind.COMPUTE_BOUND, WorkloadKind.RELAXED)
@@ -43,21 +42,14 @@ def summarise(c: Context) -> Context:
         selector=f"{SERVICE_LABEL}={s.key.name}{one}",
         adapters=serves.adapters if serves is not None and stable.ever_ready else (),
     )
-    c = replace(c, figures=_figures(c, sample))
+    recent = sample.recent_tokens or 0 if sample is not None else None
+    c = replace(c, figures=Figures(recent_tokens=recent, objectives=c.workload.objectives))
     return c.set_kv(
         active_dtype=stable.dtype,
         recommended_dtype=c.target.recommended or c.target.dtype,
         capacity_tokens=sample.capacity_tokens if sample is not None else kv.capacity_tokens,
         usage_percent=kv.usage_percent if steady else usage,
     )
-
-
-def _figures(c: Context, sample: Sample | None) -> Figures:
-    recent = sample.recent_tokens or 0 if sample is not None else None
-    latencies = (
-        Latency(one.objective.metric, one.objective.percentile, one.limit, one.seconds) for one in c.workload.objectives
-    )
-    return Figures(recent_tokens=recent, latencies=tuple(latencies))
 
 
 def _inference_pool(c: Context) -> str | None:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from kvpilot_operator.api.scaling import Objective
+from kvpilot_operator.api.words import ObjectiveState
 from kvpilot_operator.state.questions import Unanswered
 from kvpilot_operator.state.status import Status
 from kvpilot_probes.codec import Baseline
@@ -134,14 +136,22 @@ class Objects:
     """Merge patches of `spec` by (kind, name), which remove fields that another manager has set, too."""
 
 
-class Latency(NamedTuple):
-    """A latency objective, and the latency that engines reached."""
+@dataclass(frozen=True, slots=True)
+class ObjectiveResult:
+    """An objective with its state. `seconds` is the percentile over the whole window, None with too few samples."""
 
-    metric: str
-    percentile: int
-    limit_seconds: float
-    observed_seconds: float | None
-    """None if there are too few samples."""
+    objective: Objective
+    state: ObjectiveState
+    seconds: float | None = None
+
+    @property
+    def limit(self) -> float:
+        """Return the longest allowed latency in seconds."""
+        return self.objective.milliseconds / 1000
+
+    def __str__(self) -> str:
+        seen = "too few samples" if self.seconds is None else f"{self.seconds * 1000:.0f} ms"
+        return f"{self.objective} {seen} (objective {self.objective.milliseconds} ms)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +160,7 @@ class Figures:
 
     recent_tokens: int | None = None
     """Recent window that engines report, in tokens; None before the first scrape."""
-    latencies: tuple[Latency, ...] = ()
+    objectives: tuple[ObjectiveResult, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,34 +5,16 @@ An objective is missed if both halves of the window miss it, met if the whole wi
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvpilot_operator.api.scaling import Objective
 from kvpilot_operator.api.words import ObjectiveState
 from kvpilot_operator.decide.load.window import plausible
+from kvpilot_operator.state.decision import ObjectiveResult
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 
 # Each half of the window needs this many samples, and one of them must lie beyond the percentile: p99 needs 100.
 LEAST = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectiveResult:
-    """An objective with its state. `seconds` is the percentile over the whole window, None with too few samples."""
-
-    objective: Objective
-    state: ObjectiveState
-    seconds: float | None = None
-
-    @property
-    def limit(self) -> float:
-        """Return the longest allowed latency in seconds."""
-        return self.objective.milliseconds / 1000
-
-    def __str__(self) -> str:
-        seen = "too few samples" if self.seconds is None else f"{self.seconds * 1000:.0f} ms"
-        return f"{self.objective} {seen} (objective {self.objective.milliseconds} ms)"
 
 
 def judge_objectives(

@@ -15,10 +15,11 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.api.words import ObjectiveState, WorkloadKind
 from kvpilot_operator.decide.load import window as windows
 from kvpilot_operator.decide.load.binding import SHARE, STALLED, what_binds
-from kvpilot_operator.decide.load.objectives import ObjectiveResult, judge_objectives
+from kvpilot_operator.decide.load.objectives import judge_objectives
 from kvpilot_operator.decide.load.surge import DRAIN_SECONDS, Surge, find
 from kvpilot_operator.decide.load.window import GAP, SPAN, Sums, plausible
 from kvpilot_operator.gpus import by_product
+from kvpilot_operator.state.decision import ObjectiveResult
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.snapshot import NodeFacts
 
