@@ -7,12 +7,12 @@ apply cannot require that an object is new. So the operator first claims a free 
 from collections.abc import Sequence
 from typing import Any
 
-from kvpilot_operator.api.names import KIND, REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.api.names import KIND, SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_operator.errors import Conflict, NameTaken, NotStarted
 from kvpilot_operator.render.objects import group_service
-from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
+from kvpilot_operator.render.workloads import LEADER_WORKER_SET
 from kvpilot_operator.state.decision import Manifest, Reference
 from kvpilot_operator.state.snapshot import Snapshot
 
@@ -54,15 +54,6 @@ def claim(manifest: Manifest) -> dict[str, Any] | None:
     elif "spec" in manifest:
         claimed["spec"] = {name: value for name, value in manifest["spec"].items() if name != "selector"}
     return claimed
-
-
-def starts_pods(s: Snapshot, manifest: Manifest) -> bool:
-    """Return True if writing this manifest starts pods: it is a workload with more replicas than now."""
-    if manifest["kind"] not in KINDS:
-        return False
-    there = s.deployments.get(manifest["metadata"]["labels"][REVISION_LABEL])
-    replicas: int = manifest["spec"]["replicas"]
-    return replicas > (there.replicas if there is not None else 0)
 
 
 async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: str, name: str) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import msgspec
 
 from kvpilot_operator.act import events
 from kvpilot_operator.act.gates import ungate
-from kvpilot_operator.act.ownership import claim, hold, is_owned, own, starts_pods
+from kvpilot_operator.act.ownership import claim, hold, is_owned, own
 from kvpilot_operator.act.rejections import Rejections
 from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL, SERVICE_LABEL, baseline_name, deployment_name
 from kvpilot_operator.cluster.client import Cluster
@@ -74,10 +74,10 @@ class Actor:
         waits = self._waits(s, decision)
         if not waits:
             await self._write_status(s, decision)
-        await self._set_gates(s, {name for name, admitted in decision.gates.items() if admitted}, admitted=True)
+        await self._set_gates(s, decision.gates, admitted=True)
         if decision.objects is not None:
             await self._place(s, decision.objects)
-        await self._set_gates(s, {name for name, admitted in decision.gates.items() if not admitted}, admitted=False)
+        await self._set_gates(s, decision.gates, admitted=False)
         if decision.ungating is not None:
             about = (DEPLOYMENT.pods_owner, deployment_name(s.key.name, decision.ungating.revision))
             await self._attempt(s, about, b"", partial(ungate, self._cluster, s, decision.ungating))
@@ -102,11 +102,8 @@ class Actor:
         return await self._attempt(s, about, content, partial(self._apply, s, manifest, content))
 
     def _waits(self, s: Snapshot, decision: Decision) -> bool:
-        """Return True if the write of the status can wait.
-
-        It can if only figures, such as the KV cache use, have changed, and the last write is less than FIGURES_SECONDS
-        ago.
-        """
+        """Return True if only figures, such as the KV cache use, have changed since a write of the status a short time
+        ago."""
         return (
             self._clock() - self._told < FIGURES_SECONDS
             and decision.status != s.status
@@ -122,9 +119,9 @@ class Actor:
         service = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "status": status}
         await self._cluster.apply(service, subresource="status")
 
-    async def _set_gates(self, s: Snapshot, names: Collection[str], *, admitted: bool) -> None:
-        """Open or close the readiness gates of these pods. Skip pods that were just deleted."""
-        for pod in (one for one in s.pods if one.name in names):
+    async def _set_gates(self, s: Snapshot, gates: Mapping[str, bool], *, admitted: bool) -> None:
+        """Open the readiness gates that are to be open, or close the others. Skip pods that were just deleted."""
+        for pod in (one for one in s.pods if gates.get(one.name) is admitted):
             manifest = pod_admission(s.key, pod, admitted, s.now)
             write = partial(self._cluster.apply, manifest, subresource="status")
             try:
@@ -141,7 +138,7 @@ class Actor:
         self._rejections.keep(asked)
         self._applied = {what: one for what, one in self._applied.items() if what in asked}
         await self._scale(s, {r: n for r, n in objects.scale.items() if n > _replicas(s, r)}, objects.named)
-        fewer = [manifest for manifest in objects.apply if _shrinks(s, manifest)]
+        fewer = [manifest for manifest in objects.apply if _growth(s, manifest) < 0]
         for manifest in objects.apply:
             if manifest not in fewer:
                 await self._write(s, manifest, objects)
@@ -188,11 +185,12 @@ class Actor:
     async def _write(self, s: Snapshot, manifest: Manifest, objects: Objects) -> None:
         what, content = (manifest["kind"], manifest["metadata"]["name"]), _hash(manifest)
         if "resourceVersion" in manifest["metadata"]:
-            await self._attempt(s, what, content, partial(self._route, manifest))
+            # A user's route. The API server refuses the patch if the route has changed since it was observed.
+            await self._attempt(s, what, content, partial(self._cluster.merge, Ref.to(manifest), dict(manifest)))
             return
         apply = partial(self._apply, s, manifest, content, objects.removed.get(what))
         start = partial(self._start, s, objects.named, what, apply)
-        await self._attempt(s, what, content, start if starts_pods(s, manifest) else apply)
+        await self._attempt(s, what, content, start if _growth(s, manifest) > 0 else apply)
 
     async def _start(
         self, s: Snapshot, named: Sequence[Reference], what: tuple[str, str], write: Callable[[], Awaitable[object]]
@@ -209,12 +207,6 @@ class Actor:
                 write = partial(self._cluster.merge, Ref(api_version, what[0], s.key.namespace, what[1]), patch)
                 start = partial(self._start, s, named, what, write)
                 await self._attempt(s, what, _hash(patch), start if replicas > _replicas(s, revision) else write)
-
-    async def _route(self, manifest: Manifest) -> None:
-        """Write a route's rules. Raise Conflict if the route has changed since it was observed."""
-        version = manifest["metadata"]["resourceVersion"]
-        patch = {"metadata": {"resourceVersion": version}, "spec": manifest["spec"]}
-        await self._cluster.merge(Ref.to(manifest), patch)
 
     async def _apply(self, s: Snapshot, manifest: Manifest, content: bytes, removed: Manifest | None = None) -> None:
         """Apply a manifest, unless it was applied not long ago and the object has not changed since.
@@ -280,11 +272,12 @@ def _replicas(s: Snapshot, revision: str) -> int:
     return view.replicas if view is not None else 0
 
 
-def _shrinks(s: Snapshot, manifest: Manifest) -> bool:
+def _growth(s: Snapshot, manifest: Manifest) -> int:
+    """Return how many replicas a workload gains by this manifest; 0 for other kinds."""
     if manifest["kind"] not in KINDS:
-        return False
+        return 0
     replicas: int = manifest["spec"]["replicas"]
-    return replicas < _replicas(s, manifest["metadata"]["labels"][REVISION_LABEL])
+    return replicas - _replicas(s, manifest["metadata"]["labels"][REVISION_LABEL])
 
 
 async def prune(cluster: Cluster, s: Snapshot, but: Baseline) -> None:
