@@ -6,10 +6,11 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from kvpilot_operator.mesh import Identity
-from kvpilot_operator.observe.plausible import Judged, Known, plausible_sample
+from kvpilot_operator.observe.plausible import Known, plausible_sample
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.state.histogram import Histogram
+from kvpilot_operator.state.samples import Sample
 
 T0 = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 START = T0.timestamp() - 3600
@@ -28,13 +29,12 @@ class ScrapeLoop:
     def __init__(self) -> None:
         self.known: Mapping[str, Known] = {}
 
-    def scrape(self, seconds: float, pages: Mapping[str, PodMetrics], **more: object) -> Judged:
+    def scrape(self, seconds: float, pages: Mapping[str, PodMetrics], **more: object) -> Sample:
         """Judge one scrape, taken at this second, with these pages."""
-        judged = plausible_sample(at(seconds), self.known, pages, **more)  # type: ignore[arg-type]
-        self.known = judged.known
-        return judged
+        sample, self.known = plausible_sample(at(seconds), self.known, pages, **more)  # type: ignore[arg-type]
+        return sample
 
-    def watch(self, pages: Callable[[int], Mapping[str, PodMetrics]], count: int) -> list[Judged]:
+    def watch(self, pages: Callable[[int], Mapping[str, PodMetrics]], count: int) -> list[Sample]:
         """Run `count` scrapes, one every five seconds. `pages` gets the number of the scrape."""
         return [self.scrape(5 * i, pages(i)) for i in range(count)]
 

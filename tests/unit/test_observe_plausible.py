@@ -77,8 +77,8 @@ def test_sound_engines_never_count_as_implausible(seed: int, pods: int, load: fl
         told = {str(i): model.page(5 * scrape) for i, model in enumerate(models)}
         pages = {name: page for name, page in told.items() if scrape == 39 or rng.random() < 0.9}
         judged = fleet.scrape(5 * scrape, pages)
-        assert judged.sample.implausible == judged.sample.stalled == ()
-        seen = Flows.together((seen, judged.sample.flows))
+        assert judged.implausible == judged.stalled == ()
+        seen = Flows.together((seen, judged.flows))
     # A page may be left out of a sample if its counters stood still during a long prefill. The sums are still equal,
     # because such a page would add nothing.
     if not restarts:
@@ -127,7 +127,7 @@ def too_fast(i: int) -> PodMetrics:
     ],
 )
 def test_an_implausible_pod_is_named_and_left_out(lie: Callable[[int], PodMetrics], word: str) -> None:
-    last = ScrapeLoop().watch(lambda i: {"honest": busy(i), "liar": lie(i)}, 12)[-1].sample
+    last = ScrapeLoop().watch(lambda i: {"honest": busy(i), "liar": lie(i)}, 12)[-1]
     assert (last.pods, last.usage, last.running, last.waiting) == (1, 0.6, 8, 0)
     [doubt] = last.implausible
     assert doubt.startswith("liar: ")
@@ -139,21 +139,21 @@ def test_a_contradictory_page_never_counts_even_before_its_pod_is_named(
     lie: Callable[[int], PodMetrics],
 ) -> None:
     judged = ScrapeLoop().watch(lambda i: {"honest": busy(i), "liar": lie(i) if i > 1 else busy(i)}, 12)
-    named = [bool(one.sample.implausible) for one in judged]
+    named = [bool(one.implausible) for one in judged]
     assert named == [False] * (1 + LASTING_PAGES) + [True] * (12 - 1 - LASTING_PAGES)
-    assert {one.sample.usage for one in judged} == {0.6}
-    assert {one.sample.waiting for one in judged} == {0}
-    assert all(len(one.sample.implausible) + one.sample.unanswered == 1 for one in judged[3:])
+    assert {one.usage for one in judged} == {0.6}
+    assert {one.waiting for one in judged} == {0}
+    assert all(len(one.implausible) + one.unanswered == 1 for one in judged[3:])
 
 
 def test_one_contradictory_page_does_not_make_a_pod_implausible() -> None:
     judged = ScrapeLoop().watch(lambda i: {"a": held(i) if i % 4 == 3 else busy(i)}, 40)
-    assert all(one.sample.implausible == () for one in judged)
+    assert all(one.implausible == () for one in judged)
 
 
 def test_a_few_contradictory_pages_far_apart_do_not_make_a_pod_implausible() -> None:
     fleet = ScrapeLoop()
-    named = [bool(fleet.scrape(30 * i, {"a": held(i)}).sample.implausible) for i in range(LASTING_PAGES)]
+    named = [bool(fleet.scrape(30 * i, {"a": held(i)}).implausible) for i in range(LASTING_PAGES)]
     assert named == [False] * (LASTING_PAGES - 1) + [True]
 
 
@@ -161,17 +161,17 @@ def test_a_pod_that_reports_a_new_process_at_every_scrape_becomes_implausible_as
     def reborn(i: int) -> dict[str, PodMetrics]:
         return {"a": replace(held(i), process_start=at(5 * i - 1).timestamp())}
 
-    assert ScrapeLoop().watch(reborn, 12)[-1].sample.implausible
+    assert ScrapeLoop().watch(reborn, 12)[-1].implausible
 
 
 def test_a_pod_with_plausible_metrics_again_counts_again() -> None:
     fleet = ScrapeLoop()
     fleet.watch(lambda i: {"a": held(i)}, 12)
-    assert fleet.scrape(60, {"a": BUSY}).sample.pods == 1
+    assert fleet.scrape(60, {"a": BUSY}).pods == 1
 
 
 def test_without_a_plausible_pod_the_sample_has_no_pods() -> None:
-    last = ScrapeLoop().watch(lambda i: {"a": held(i), "b": held(i)}, 12)[-1].sample
+    last = ScrapeLoop().watch(lambda i: {"a": held(i), "b": held(i)}, 12)[-1]
     assert (last.pods, last.usage, last.waiting, last.capacity_tokens) == (0, 0, 0, 0)
     assert len(last.implausible) == 2
 
@@ -179,7 +179,7 @@ def test_without_a_plausible_pod_the_sample_has_no_pods() -> None:
 def test_a_capacity_far_from_the_others_is_implausible() -> None:
     for capacity, word in ((40_000, "40000"), (7_000, "7000")):
         pages = {"a": BUSY, "b": BUSY, "liar": replace(BUSY, capacity_tokens=capacity)}
-        sample = ScrapeLoop().scrape(0, pages).sample
+        sample = ScrapeLoop().scrape(0, pages)
         assert (sample.pods, sample.capacity_tokens) == (2, 32_000)
         assert word in sample.implausible[0]
 
@@ -187,54 +187,52 @@ def test_a_capacity_far_from_the_others_is_implausible() -> None:
 def test_pods_on_other_gpus_may_have_another_capacity() -> None:
     pages = {"a": BUSY, "b": BUSY, "c": replace(BUSY, capacity_tokens=50_000)}
     gpus = {"a": "H100", "b": "H100", "c": "H200"}
-    assert ScrapeLoop().scrape(0, pages, gpus=gpus).sample.pods == 3
+    assert ScrapeLoop().scrape(0, pages, gpus=gpus).pods == 3
 
 
 def test_capacities_of_two_pods_are_not_compared() -> None:
-    assert ScrapeLoop().scrape(0, {"a": BUSY, "b": replace(BUSY, capacity_tokens=50_000)}).sample.implausible == ()
+    assert ScrapeLoop().scrape(0, {"a": BUSY, "b": replace(BUSY, capacity_tokens=50_000)}).implausible == ()
 
 
 def test_the_dtype_is_the_one_that_most_pods_report() -> None:
-    assert (
-        ScrapeLoop().scrape(0, {"a": replace(BUSY, dtype="fp8"), "b": BUSY, "c": BUSY}).sample.observed_dtype == "auto"
-    )
+    assert ScrapeLoop().scrape(0, {"a": replace(BUSY, dtype="fp8"), "b": BUSY, "c": BUSY}).observed_dtype == "auto"
 
 
 def test_pods_with_another_dtype_than_most_are_named() -> None:
     pages = {"a": replace(BUSY, dtype="fp8"), "b": BUSY, "c": BUSY, "d": replace(BUSY, dtype="")}
-    sample = ScrapeLoop().scrape(0, pages).sample
+    sample = ScrapeLoop().scrape(0, pages)
     assert (sample.observed_dtype, sample.other_dtypes) == ("auto", (("a", "fp8"),))
     crowded = replace(BUSY, running=1e5, dtype="fp8")
     loop = ScrapeLoop()
     for seconds in (0, 5, 10, 15, 20):
-        sample = loop.scrape(seconds, {"a": crowded}).sample
+        sample = loop.scrape(seconds, {"a": crowded})
     assert (sample.pods, len(sample.implausible), sample.observed_dtype) == (0, 1, "fp8")
 
 
 def test_the_recent_window_is_the_one_that_most_pods_report() -> None:
     pages = {"a": replace(BUSY, recent_tokens=64), "b": replace(BUSY, recent_tokens=0), "c": BUSY, "d": BUSY}
-    assert ScrapeLoop().scrape(0, pages).sample.recent_tokens == 64
-    assert ScrapeLoop().scrape(0, {"c": BUSY}).sample.recent_tokens is None
+    assert ScrapeLoop().scrape(0, pages).recent_tokens == 64
+    assert ScrapeLoop().scrape(0, {"c": BUSY}).recent_tokens is None
 
 
 def test_pods_with_other_calibration_factors_than_most_are_named_and_their_figures_count() -> None:
     one, other = replace(BUSY, factors="aaaa"), replace(BUSY, factors="bbbb")
-    sample = ScrapeLoop().scrape(0, {"a": one, "b": other, "c": one, "silent": BUSY}).sample
+    sample = ScrapeLoop().scrape(0, {"a": one, "b": other, "c": one, "silent": BUSY})
     assert (sample.factors, sample.mixed) == ("aaaa", (("b", "bbbb"),))
     assert (sample.pods, sample.implausible) == (4, ())
-    same = ScrapeLoop().scrape(0, {"a": one, "c": one, "silent": BUSY}).sample
+    same = ScrapeLoop().scrape(0, {"a": one, "c": one, "silent": BUSY})
     assert (same.factors, same.mixed) == ("aaaa", ())
 
 
 @given(st.lists(st.sampled_from(["", "aaaa", "bbbb", "cccc"]), max_size=20), st.randoms())
 def test_the_pods_with_other_factors_do_not_depend_on_the_order(hashes: list[str], rng: random.Random) -> None:
     pods = [(f"pod-{i:02}", replace(BUSY, factors=factors)) for i, factors in enumerate(hashes)]
-    sample = ScrapeLoop().scrape(0, dict(pods)).sample
+    sample = ScrapeLoop().scrape(0, dict(pods))
     assert len(sample.mixed) <= MOST_NAMED
     assert bool(sample.mixed) == (len({factors for factors in hashes if factors}) > 1)
     assert all(hashes.count(factors) <= hashes.count(sample.factors) for _, factors in sample.mixed)
     rng.shuffle(pods)
-    again = ScrapeLoop().scrape(0, dict(pods)).sample
+    again = ScrapeLoop().scrape(0, dict(pods))
     assert (again.factors, again.mixed) == (sample.factors, sample.mixed)
 
 
@@ -252,5 +250,5 @@ def test_one_of_three_pods_cannot_create_memory_pressure(others: list[int], lie:
     pages = {pod: counted(page, generation_tokens=1) for pod, page in pages.items()}
     judged = fleet.scrape(5, pages)
     most = sum(others) + max(others)
-    assert judged.sample.waiting <= most
-    assert judged.sample.flows.preemptions <= most
+    assert judged.waiting <= most
+    assert judged.flows.preemptions <= most

@@ -74,15 +74,6 @@ class Known:
     """The pod's stalled engines, by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """The result of judging one scrape of one revision."""
-
-    sample: Sample
-    known: Mapping[str, Known]
-    """Memory of each pod, to be passed to the next call of `plausible_sample`."""
-
-
 def plausible_sample(
     time: datetime,
     known: Mapping[str, Known],
@@ -90,14 +81,14 @@ def plausible_sample(
     *,
     unanswered: int = 0,
     gpus: Mapping[str, str] | None = None,
-) -> Judged:
-    """Judge the metrics pages of one revision's pods at `time`.
+) -> tuple[Sample, Mapping[str, Known]]:
+    """Return the sample of one revision's pods at `time`, and what the next call must know of each pod.
 
     No single pod may make its revision look short of memory. So with three or more plausible pods, the highest number
     of waiting requests (or preemptions) is lowered to the second highest. The highest number of running requests is
     lowered only to ten times the second highest plus 64, because load may be uneven.
 
-    `known` is `Judged.known` of the last scrape. `unanswered` pods gave no page. `gpus` has the known GPUs by pod.
+    `known` is the second result of the last call. `unanswered` pods gave no page. `gpus` has the known GPUs by pod.
     """
     flows = {pod: _flows(known.get(pod), page, time) for pod, page in pages.items()}
     now = {pod: _remember(known.get(pod), page, flows[pod], time) for pod, page in pages.items()}
@@ -128,7 +119,7 @@ def plausible_sample(
         factors=factors,
         mixed=tuple(sorted(other for other in told.items() if other[1] != factors))[:MOST_NAMED],
     )
-    return Judged(sample, {**kept, **now})
+    return sample, {**kept, **now}
 
 
 def _most(values: Iterable[_T]) -> _T | None:

@@ -77,12 +77,11 @@ class Ranks:
         keys = sorted((key for key, rank in self._found.items() if USAGE in rank), key=str)
         if len(keys) < 2:
             return ()
-        return tuple(self._rank(key, keys, done) for key in keys)
-
-    def _rank(self, key: _Key, keys: list[_Key], done: float) -> Rank:
-        rank = self._found[key]
-        waiting = rank.get(FOR_ROOM, rank.get(WAITING, 0.0))
-        return Rank(_name(key, keys), rank[USAGE], rank.get(RUNNING, 0.0), waiting, rank.get(DONE, done))
+        ranks = ((_name(key, keys), self._found[key]) for key in keys)
+        return tuple(
+            Rank(name, of[USAGE], of.get(RUNNING, 0.0), of.get(FOR_ROOM, of.get(WAITING, 0.0)), of.get(DONE, done))
+            for name, of in ranks
+        )
 
 
 def _name(key: _Key, keys: list[_Key]) -> str:

@@ -186,10 +186,9 @@ class Windows:
             log.warning(
                 "the clock was set back: scrapes from the future are dropped", extra={"service": str(self._key)}
             )
-        judged = plausible_sample(time, series.known, pages, unanswered=unanswered, gpus=gpus)
-        series.known = judged.known
-        if (told := judged.sample).pods or told.implausible or told.stalled or told.observed_dtype:
-            series.add(judged.sample, self.retention)
+        told, series.known = plausible_sample(time, series.known, pages, unanswered=unanswered, gpus=gpus)
+        if told.pods or told.implausible or told.stalled or told.observed_dtype:
+            series.add(told, self.retention)
 
     def samples(self) -> dict[str, tuple[Sample, ...]]:
         """Return all kept samples by revision, oldest first."""
