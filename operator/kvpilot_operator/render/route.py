@@ -23,8 +23,6 @@ POOLS: Kinds = frozenset({(INFERENCE_POOL_API.partition("/")[0], "InferencePool"
 
 # Largest weight in a user's rule. Scaled by 100, it is the largest that the Gateway API allows.
 MAX_WEIGHT = 10_000
-# The longest name of a Service (RFC 1123 label).
-_MAX_NAME = 63
 
 
 class Backend(NamedTuple):
@@ -77,9 +75,6 @@ def route_fault(s: Snapshot, spec: Spec) -> str | None:
     field, ref, service, lent = "spec.canary.routeRef", spec.canary.route_ref, s.key.name, canary_service(s.key.name)
     if ref is None:
         return f"{field} was removed during the trial; put it back, or end the trial"
-    if len(lent) > _MAX_NAME:
-        long = f"the Service {lent} would have a name of more than {_MAX_NAME} characters"
-        return f"{field}: {long}; give the service a shorter name, or remove routeRef"
     unread = s.unread(Question.ROUTE)
     if unread is not None:
         return f"{field}: HTTPRoute {ref.name} could not be read: {unread}"
