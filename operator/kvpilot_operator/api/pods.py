@@ -285,8 +285,3 @@ class Cache(Record, frozen=True):
     """PersistentVolumeClaim of this namespace for compiled code: one archive for each image, kind of GPU and set of
     arguments. Engines execute its content, so let nobody else write to it. It may be the claim of weightsClaimName, if
     only engines write to that. If not set, only the claim of weights keeps compiled code."""
-
-    @property
-    def on_one_node(self) -> bool:
-        """Return True if pods must run on one node to share the claim for weights."""
-        return self.weights is not None and self.weights.access_mode == "ReadWriteOnce"

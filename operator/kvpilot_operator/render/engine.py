@@ -55,7 +55,9 @@ def revision(template: dict[str, Any]) -> str:
 
 def claim_label(service: str, spec: Spec) -> dict[str, str]:
     """Return the label of pods that must share a node, because one node's disk holds their weights; {} otherwise."""
-    return {names.CLAIM_LABEL: names.weights_claim(service)} if spec.cache.on_one_node else {}
+    weights = spec.cache.weights
+    shared = weights is not None and weights.access_mode == "ReadWriteOnce"
+    return {names.CLAIM_LABEL: names.weights_claim(service)} if shared else {}
 
 
 def _pod_spec(service: str, spec: Spec, dtype: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 from kvpilot_operator.api import names
 from kvpilot_operator.api.gateways import EndpointPickerRef
 from kvpilot_operator.api.pods import Claim
-from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.render.workloads import group_spec, kind_for
 from kvpilot_operator.state.objects import PodView, RouteView
 from kvpilot_operator.state.snapshot import ServiceKey
@@ -102,11 +101,6 @@ def claim(key: ServiceKey, uid: str, asked: Claim) -> dict[str, Any]:
     storage_class = {"storageClassName": asked.storage_class_name} if asked.storage_class_name is not None else {}
     spec = {"accessModes": [asked.access_mode], "resources": {"requests": {"storage": asked.size}}, **storage_class}
     return owned(key, uid, ("v1", "PersistentVolumeClaim", names.weights_claim(key.name)), spec=spec)
-
-
-def named_by_pods(service: str, spec: Spec) -> tuple[tuple[str, str, str], ...]:
-    """Return (apiVersion, kind, name) of each kvpilot object that the pods of a spec refer to."""
-    return (("v1", "PersistentVolumeClaim", names.weights_claim(service)),) if spec.cache.weights is not None else ()
 
 
 def group_service(key: ServiceKey, uid: str, name: str) -> dict[str, Any]:

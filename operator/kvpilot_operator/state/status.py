@@ -1,5 +1,6 @@
 """`.status` of a QuantizedLLMService as frozen structs: the only state that outlives the operator's process."""
 
+from contextlib import suppress
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
@@ -314,11 +315,9 @@ def parse_status(raw: Any) -> Status:
     except msgspec.ValidationError:
         readable = {}
         for key, value in raw.items():
-            try:
+            with suppress(msgspec.ValidationError):
                 msgspec.convert({key: value}, Status)
-            except msgspec.ValidationError:
-                continue
-            readable[key] = value
+                readable[key] = value
         return msgspec.convert(readable, Status)
 
 

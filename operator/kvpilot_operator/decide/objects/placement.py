@@ -9,7 +9,13 @@ from datetime import timedelta
 
 import msgspec
 
-from kvpilot_operator.api.names import INFERENCE_POOL_API, REVISION_LABEL, SPEC_ANNOTATION, canary_service
+from kvpilot_operator.api.names import (
+    INFERENCE_POOL_API,
+    REVISION_LABEL,
+    SPEC_ANNOTATION,
+    canary_service,
+    weights_claim,
+)
 from kvpilot_operator.api.words import Stage, TrafficMode
 from kvpilot_operator.decide.accuracy import baseline
 from kvpilot_operator.decide.context import Context, in_flight
@@ -31,7 +37,8 @@ def in_order(c: Context) -> Context:
     Serving objects (claim, engines, Service, budget) come first, so that a failed write for the canary does not block
     them. Workloads that lose replicas come last.
     """
-    named = render.named_by_pods(c.snapshot.key.name, c.spec)
+    claim: Reference = ("v1", "PersistentVolumeClaim", weights_claim(c.snapshot.key.name))
+    named = (claim,) if c.spec.cache.weights is not None else ()
     if c.stable is None:
         # Without a revision, place only the claim for the weights, and delete nothing.
         there = frozenset(c.snapshot.deployments)

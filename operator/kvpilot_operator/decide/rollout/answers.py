@@ -107,17 +107,13 @@ def _unended(flows: Flows) -> float:
     return max(0.0, 1 - flows.stopped / _ended(flows))
 
 
-def _longer(ours: Flows, theirs: Flows) -> bool:
-    return _median(ours) - _median(theirs) > math.log(FACTOR)
-
-
-def _less_often_ended(ours: Flows, theirs: Flows) -> bool:
-    return _unended(ours) >= max(2 * _unended(theirs), MORE + _unended(theirs))
-
-
-_FAR_OFF: Mapping[str, Callable[[Flows, Flows], bool]] = MappingProxyType(
-    {"are far longer": _longer, "are far shorter": _shorter, "end by themselves far less often": _less_often_ended}
-)
+_FAR_OFF: Mapping[str, Callable[[Flows, Flows], bool]] = MappingProxyType({
+    "are far longer": lambda ours, theirs: _median(ours) - _median(theirs) > math.log(FACTOR),
+    "are far shorter": _shorter,
+    "end by themselves far less often": lambda ours, theirs: (
+        _unended(ours) >= max(2 * _unended(theirs), MORE + _unended(theirs))
+    ),
+})  # fmt: skip
 
 
 def _told(ours: Flows, theirs: Flows) -> str:

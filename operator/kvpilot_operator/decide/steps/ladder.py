@@ -26,11 +26,6 @@ MIN_GAIN = 1.2
 _FP8_SLOW_HEAD_DIM = 256
 
 
-def uncalibrated(spec: Spec) -> bool:
-    """Return True if KVPILOT_CALIBRATION turns calibration off."""
-    return any(v.name == "KVPILOT_CALIBRATION" and v.value == "off" for v in spec.engine.env)
-
-
 def _unfit_option(dtype: str, spec: Spec) -> str | None:
     """Name the engine option or variable that one of kvpilot's own dtypes does not work with, or return None."""
     stored, engine = dtypes.parse(dtype), spec.engine
@@ -52,7 +47,7 @@ def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None
     stored = dtypes.parse(dtype)
     if (fault := hardware_fault(dtype, node, model)) is not None:
         return fault
-    if stored.calibrated_only and uncalibrated(spec):
+    if stored.calibrated_only and any(v.name == "KVPILOT_CALIBRATION" and v.value == "off" for v in spec.engine.env):
         return f"{dtype} is not accurate without calibration: leave KVPILOT_CALIBRATION out"
     if stored.latent and spec.offloads:
         return f"{dtype} does not go together with kvCache.offload"
