@@ -53,7 +53,8 @@ class Server:
         self.cluster = Cluster(
             ApiClient(configuration),
             on_request=lambda method, kind, status, seconds: self.told.append((method, kind, status)),
-        ).telling(lambda *wrote: self.wrote.append(wrote))
+        )
+        self.cluster.on_write = lambda *wrote: self.wrote.append(wrote)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(request)

@@ -1,7 +1,6 @@
 """A client of the API server. It takes and returns plain JSON objects, and raises typed errors."""
 
 import contextlib
-import copy
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 import kopf
@@ -25,11 +24,11 @@ OnWrite = Callable[[str, str, str, Object | None], None]
 
 
 class Cluster:
-    """A client that reads and writes objects. Every failure is a ClusterError."""
+    """A client that reads and writes objects. Every failure is a ClusterError. It calls `on_write` after each write."""
 
     def __init__(self, api: ApiClient, fence: WriteFence | None = None, on_request: OnRequest | None = None) -> None:
         self._transport = Transport(api, fence or WriteFence.opened(), on_request or (lambda *_: None))
-        self._on_write: OnWrite = lambda *_: None
+        self.on_write: OnWrite = lambda *_: None
 
     @classmethod
     async def connect(
@@ -44,12 +43,6 @@ class Cluster:
         api.user_agent = agent
         give_up_early(api)
         return cls(api, fence, on_request)
-
-    def telling(self, on_write: OnWrite) -> "Cluster":
-        """Return a client that shares these connections, and calls `on_write` after every write."""
-        other = copy.copy(self)
-        other._on_write = on_write
-        return other
 
     def session_for_kopf(
         self, api_version: str, kind: str, namespaces: Sequence[str], listed: Listed
@@ -170,7 +163,7 @@ class Cluster:
             options["preconditions"] = {"uid": uid}
         with contextlib.suppress(NotFound):
             await self._transport.send(Request("DELETE", ref.kind, ref.path, body=options))
-        self._on_write(ref.kind, ref.namespace, ref.name, None)
+        self.on_write(ref.kind, ref.namespace, ref.name, None)
 
     async def review(self, api_version: str, kind: str, spec: Object) -> Object:
         """Send a TokenReview or a SubjectAccessReview, which the server does not store, and return its status."""
@@ -189,5 +182,5 @@ class Cluster:
     async def _write(self, request: Request) -> Object:
         answer = await self._transport.send(request)
         metadata = answer["metadata"]
-        self._on_write(request.kind, metadata.get("namespace", ""), metadata["name"], answer)
+        self.on_write(request.kind, metadata.get("namespace", ""), metadata["name"], answer)
         return answer

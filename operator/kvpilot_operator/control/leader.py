@@ -54,7 +54,8 @@ class Leader:
         self._scraper = Scraper(identity)
         clock, scraped = partial(datetime.now, UTC), telemetry.engine_scraped
         observer = Observer(cluster, cache, self._scraper, server, clock, scraped)
-        make_actor = partial(Actor, cluster.telling(cache.wrote))
+        cluster.on_write = cache.wrote
+        make_actor = partial(Actor, cluster)
         prober = Prober(cluster, self._scraper)
         pilot = Pilot(cache, observer, make_actor, prober, telemetry, options.scrape_seconds)
         self._pilot = pilot

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 
 from prometheus_client import (
@@ -32,48 +33,37 @@ class Telemetry:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-        PlatformCollector(registry=registry)
-        GCCollector(registry=registry)
-        Gauge("kvpilot_build_info", "Always 1, with the operator's version.", ("version",), registry=registry).labels(
+        for process in (ProcessCollector, PlatformCollector, GCCollector):
+            process(registry=registry)
+        gauge, counter = partial(Gauge, registry=registry), partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry, buckets=_SECONDS)
+        gauge("kvpilot_build_info", "Always 1, with the operator's version.", ("version",)).labels(
             version("kvpilot")
         ).set(1)
-        Gauge("kvpilot_memory_limit_bytes", "Memory that the operator's container may use.", registry=registry).set(
-            float(os.environ.get("MEMORY_LIMIT_BYTES", "nan"))
-        )
-        self.leader = Gauge("kvpilot_leader", "1 on the leader, 0 on a standby.", registry=registry)
-        self._reconciles = Counter("kvpilot_reconciles", "Reconciles of services.", ("result",), registry=registry)
+        limit = float(os.environ.get("MEMORY_LIMIT_BYTES", "nan"))
+        gauge("kvpilot_memory_limit_bytes", "Memory that the operator's container may use.").set(limit)
+        self.leader = gauge("kvpilot_leader", "1 on the leader, 0 on a standby.")
+        self._reconciles = counter("kvpilot_reconciles", "Reconciles of services.", ("result",))
         for result in ("ok", "conflict", "error"):
             self._reconciles.labels(result)
-        self._reconcile_seconds = Histogram(
-            "kvpilot_reconcile_duration_seconds", "Duration of a reconcile.", registry=registry, buckets=_SECONDS
+        self._reconcile_seconds = histogram("kvpilot_reconcile_duration_seconds", "Duration of a reconcile.")
+        self.queue = gauge("kvpilot_queue_depth", "Services that wait for a reconcile.")
+        self._cycle_seconds = gauge(
+            "kvpilot_scrape_cycle_duration_seconds", "Duration of the last scrape of all services."
         )
-        self.queue = Gauge("kvpilot_queue_depth", "Services that wait for a reconcile.", registry=registry)
-        self._cycle_seconds = Gauge(
-            "kvpilot_scrape_cycle_duration_seconds", "Duration of the last scrape of all services.", registry=registry
+        self._cycle_time = gauge(
+            "kvpilot_scrape_cycle_timestamp_seconds", "Time of the last scrape of all services; 0 before the first."
         )
-        self._cycle_time = Gauge(
-            "kvpilot_scrape_cycle_timestamp_seconds",
-            "Time of the last scrape of all services; 0 before the first.",
-            registry=registry,
-        )
-        self._scrapes = Counter(
-            "kvpilot_engine_scrapes", "Scrapes of single engine pods.", ("result",), registry=registry
-        )
+        self._scrapes = counter("kvpilot_engine_scrapes", "Scrapes of single engine pods.", ("result",))
         for result in ("ok", "error"):
             self._scrapes.labels(result)
-        self._api_requests = Counter(
+        self._api_requests = counter(
             "kvpilot_api_requests",
             "Requests to the Kubernetes API; code is the HTTP status, or `none` without an answer.",
             ("method", "kind", "code"),
-            registry=registry,
         )
-        self._api_seconds = Histogram(
-            "kvpilot_api_request_duration_seconds",
-            "Duration of requests to the Kubernetes API.",
-            ("method",),
-            registry=registry,
-            buckets=_SECONDS,
+        self._api_seconds = histogram(
+            "kvpilot_api_request_duration_seconds", "Duration of requests to the Kubernetes API.", ("method",)
         )
         self._services = ServiceMetrics()
         registry.register(self._services)

@@ -299,11 +299,9 @@ def without_figures(status: Status) -> Status:
     If two statuses are equal after this, the original statuses differ at most in figures.
     """
     kv, replace = status.kv_cache, msgspec.structs.replace
-    known: dict[str, Any] = {
-        name: None if getattr(kv, name) is None else 0 for name in ("capacity_tokens", "usage_percent")
-    }
+    kv = replace(kv, capacity_tokens=kv.capacity_tokens and 0, usage_percent=kv.usage_percent and 0)
     conditions = tuple(replace(one, message="") if one.type in _QUOTING else one for one in status.conditions)
-    return replace(status, kv_cache=replace(kv, **known), conditions=conditions)
+    return replace(status, kv_cache=kv, conditions=conditions)
 
 
 def parse_status(raw: Any) -> Status:
