@@ -18,8 +18,9 @@ from typing import NamedTuple
 from kvpilot_probes.client import EngineClient, Progress
 from kvpilot_probes.codec import Baseline
 from kvpilot_probes.errors import ContextNotHeld, EngineRefused, EngineUnreachable, MalformedAnswer
+from kvpilot_probes.in_flight import bounded
 from kvpilot_probes.packs import Message
-from kvpilot_probes.run import bounded, follow
+from kvpilot_probes.run import follow
 from kvpilot_probes.sequential import Allowed, Answer, Seen, decide
 from kvpilot_probes.session import USUAL, Settings, Throttle, probing
 from kvpilot_probes.stats import Compared, Measurement, by_bucket

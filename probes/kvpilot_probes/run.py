@@ -8,7 +8,6 @@ A first request sends only the first half of a prompt. The full prompt is then p
 next turn of a chat. A cache can be wrong in that case even if it is right for new prompts.
 """
 
-import asyncio
 import math
 import time
 from array import array
@@ -16,21 +15,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import zip_longest
-from typing import TypeVar
 
 from kvpilot_formats.untrusted import lines
 from kvpilot_probes import reread, stats, tasks
 from kvpilot_probes.client import EngineClient
 from kvpilot_probes.codec import Baseline, BaselinePrompt, check_limits
-from kvpilot_probes.errors import BaselineUnfit, MalformedAnswer, ProbeError
+from kvpilot_probes.errors import BaselineUnfit, MalformedAnswer
 from kvpilot_probes.generated import Rendered, check_alike, fingerprint, most_resumes, rendered, sent_first
+from kvpilot_probes.in_flight import bounded
 from kvpilot_probes.packs import ProbePrompt
 from kvpilot_probes.results import LEAST_COPIED, Done, Task, compared_tasks, copied
 from kvpilot_probes.sequential import Allowed, Answer, Seen, decide
-from kvpilot_probes.session import MAX_RESUMES, TOKENS_IN_FLIGHT, TOP_K, USUAL, Settings, Throttle, allow, probing
+from kvpilot_probes.session import MAX_RESUMES, TOP_K, USUAL, Settings, Throttle, allow, probing
 
-A = TypeVar("A")
-B = TypeVar("B")
 Judged = tuple[list[stats.Compared], int]
 
 TASKS = "tasks"  # Bucket that a measurement reports as open if time ran out before all tasks were solved.
@@ -269,44 +266,3 @@ async def _sample(engine: EngineClient, throttle: Throttle, prompt: BaselineProm
 def _size(prompt: Sequence[int], answer: int, task: Task | None = None) -> int:
     """Return the number of tokens of a prompt and its longest answer, either to the prompt itself or to its task."""
     return len(prompt) + max(answer, task.tokens if task is not None else 0)
-
-
-async def bounded(
-    items: Sequence[A], work: Callable[[A], Awaitable[B]], concurrency: int, size: Callable[[A], int] = lambda _: 0
-) -> list[B]:
-    """Run `work` on all items, at most `concurrency` at a time. The first `ProbeError` cancels the others.
-
-    `size` returns the number of tokens of an item. All items in flight have at most TOKENS_IN_FLIGHT tokens together.
-    An item counts as at most half of that, so two long prompts may be in flight, or many short ones. Short items go
-    first, because some damage shows only in large batches.
-    """
-    shares = [min(size(item), TOKENS_IN_FLIGHT // 2) for item in items]
-    short_first = sorted(range(len(items)), key=lambda index: shares[index] > TOKENS_IN_FLIGHT // concurrency)
-    in_flight: set[int] = set()
-    tasks: dict[int, asyncio.Task[B]] = {}
-    ended = asyncio.Event()
-
-    def fits(share: int) -> bool:
-        return len(in_flight) < concurrency and sum(shares[i] for i in in_flight) + share <= TOKENS_IN_FLIGHT
-
-    async def one(index: int) -> B:
-        try:
-            return await work(items[index])
-        finally:
-            in_flight.remove(index)
-            ended.set()
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for index in short_first:
-                while not fits(shares[index]):
-                    ended.clear()
-                    await ended.wait()
-                in_flight.add(index)
-                tasks[index] = group.create_task(one(index))
-    except ExceptionGroup as failures:
-        first = failures.exceptions[0]
-        if isinstance(first, ProbeError):
-            raise first from None
-        raise
-    return [tasks[index].result() for index in range(len(items))]

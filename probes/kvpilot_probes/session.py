@@ -94,7 +94,7 @@ class Settings:
     """Settings of one probe run.
 
     - `tokens`: number of decoded tokens of each prompt.
-    - `concurrency`: most requests in flight; fewer if prompts are long (`run.bounded`).
+    - `concurrency`: most requests in flight; fewer if prompts are long (`in_flight.bounded`).
     - `deadline_seconds`: limit of the whole run; None derives it from the number of tokens.
     - `budget_seconds`: time after which a measurement sends no further prompt. Its result covers the prompts until
       then.

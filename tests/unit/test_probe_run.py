@@ -20,9 +20,10 @@ from kvpilot_probes.errors import (
     NothingFits,
     ProbeTimeout,
 )
+from kvpilot_probes.in_flight import bounded
 from kvpilot_probes.packs import Message, ProbePrompt
 from kvpilot_probes.results import Done, Task
-from kvpilot_probes.run import bounded, capture, control, measure
+from kvpilot_probes.run import capture, control, measure
 from kvpilot_probes.sequential import Allowed, Answer, decide
 from kvpilot_probes.session import CONCURRENCY, TOKENS_IN_FLIGHT, Settings
 from kvpilot_probes.stats import Logprobs
