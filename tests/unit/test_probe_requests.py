@@ -12,7 +12,7 @@ from probing_bench import NAME, Bench, captured, opened, respond_empty
 from kvpilot_operator.control import prober as module
 from kvpilot_operator.control.prober import schedules_by_priority
 from kvpilot_operator.state.decision import Measure, ProbeFailed
-from kvpilot_probes import codec, run
+from kvpilot_probes import codec, in_flight, run
 from kvpilot_probes.stats import Measurement
 from support.probe_engine import Body, Handler, Writer, counting, engine, event, respond, stream
 from support.services import manifest, spec_of
@@ -158,7 +158,7 @@ async def test_a_run_takes_half_of_the_canarys_deadline_or_the_period_at_most(
         await (respond_empty(writer) if path == "/metrics" else counting(path, body, writer))
 
     monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(run, "TOKENS_IN_FLIGHT", 2)  # so that two prompts run at a time, as if they were long
+    monkeypatch.setattr(in_flight, "TOKENS_IN_FLIGHT", 2)  # so that two prompts run at a time, as if they were long
     async with engine(slow) as url:
         found = await bench.ask(
             Measure("check/x", "p", url, "m", "fp8", NAME, serving=serving), spec_of(manifest(**spec))
