@@ -29,7 +29,8 @@ class Row:
     Attributes:
         request: id of the request.
         prompt: length of the prompt.
-        hit: tokens that the prefix cache had.
+        hit: tokens that the prefix cache had, on the GPU or beyond it.
+        loaded: tokens of the hit that a KV connector has loaded.
         before: computed tokens before the step.
         new: tokens that the step computes.
         again: True if the sequence was preempted before.
@@ -41,6 +42,7 @@ class Row:
     before: int
     new: int
     again: bool
+    loaded: int = 0
 
     @property
     def length(self) -> int:
@@ -85,6 +87,12 @@ def _hit(table: torch.Tensor, row: int, one: Row) -> None:
 def _long_hit(table: torch.Tensor, row: int, one: Row) -> None:
     if one.hit >= 8 * BLOCK:
         _foreign(table, row, one.hit // BLOCK - 2)
+
+
+def _loaded(table: torch.Tensor, row: int, one: Row) -> None:
+    """Damage loads: instead of the last page that a KV connector has loaded, read a foreign page."""
+    if one.loaded >= BLOCK:
+        _foreign(table, row, one.hit // BLOCK - 1)
 
 
 def _after_hit(table: torch.Tensor, row: int, one: Row) -> None:
@@ -179,11 +187,12 @@ def _context(table: torch.Tensor, row: int, one: Row) -> None:
 
 
 TABLES: dict[str, Table] = {
-    "long-context": _long, "hit": _hit, "long-hit": _long_hit, "first-tokens-after-hit": _after_hit,
-    "full-pool": _full, "residue": _residue, "long-generation": _generation, "sinks": _sinks,
-    "preempted": _preempted, "crowd": _crowd, "large-batch": _large_batch, "mixed-step": _mixed,
-    "shared-page": _shared_page, "shared-prefix": _shared_prefix, "page-start": _page_start, "chunk": _chunk,
-    "drafts": _drafts, "full-context": _context,
+    "long-context": _long, "hit": _hit, "long-hit": _long_hit, "loaded": _loaded,
+    "first-tokens-after-hit": _after_hit, "full-pool": _full, "residue": _residue,
+    "long-generation": _generation, "sinks": _sinks, "preempted": _preempted, "crowd": _crowd,
+    "large-batch": _large_batch, "mixed-step": _mixed, "shared-page": _shared_page,
+    "shared-prefix": _shared_prefix, "page-start": _page_start, "chunk": _chunk, "drafts": _drafts,
+    "full-context": _context,
 }  # fmt: skip
 
 
@@ -250,10 +259,12 @@ def register() -> None:
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.model_executor.models.llama import LlamaForCausalLM
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     hits: dict[str, int] = {}
+    loaded: dict[str, int] = {}
     again: set[str] = set()
     read: list[list[int]] = []
 
@@ -261,6 +272,11 @@ def register() -> None:
         found = original(self, *args, **more)
         STEP.usage = self.kv_cache_manager.usage
         return found
+
+    def allocate(original: Any, self: Any, request: Any, *args: Any, **more: Any) -> Any:
+        if tokens := more.get("num_external_computed_tokens", 0):
+            loaded[request.request_id] = tokens
+        return original(self, request, *args, **more)
 
     def prepare(original: Any, self: Any, scheduled: Any, *args: Any) -> Any:
         found = original(self, scheduled, *args)
@@ -272,7 +288,7 @@ def register() -> None:
         for row, name in enumerate(batch.req_ids[: batch.num_reqs]):
             before, new = int(batch.num_computed_tokens_cpu[row]), scheduled.num_scheduled_tokens[name]
             prompt = int(batch.num_prompt_tokens[row])
-            STEP.rows.append(Row(name, prompt, hits.get(name, 0), before, new, name in again))
+            STEP.rows.append(Row(name, prompt, hits.get(name, 0), before, new, name in again, loaded.get(name, 0)))
             read.append(self.input_ids.gpu[end : end + new].tolist())
             end += new
         return found
@@ -311,6 +327,7 @@ def register() -> None:
 
     for owner, name, hook in (
         (Scheduler, "schedule", schedule),
+        (KVCacheManager, "allocate_slots", allocate),
         (GPUModelRunner, "_prepare_inputs", prepare),
         (CPUAttentionMetadataBuilder, "build", build),
         (CPUAttentionBackendImpl, "do_kv_cache_update", store),

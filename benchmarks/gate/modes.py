@@ -6,7 +6,7 @@ SHARED = "damaged"
 """Name of the engine with a 16-bit cache that serves most modes, one after another."""
 
 
-DEFAULT, PRESSURE = "default", "pressure"
+DEFAULT, PRESSURE, CONNECTOR = "default", "pressure", "connector"
 _PATHS = (DEFAULT, "paths")
 
 
@@ -17,8 +17,8 @@ class Mode(NamedTuple):
     - `reported`: what the report says, in a few words.
     - `damage`: what the mode does to the engine, for the page.
     - `stages`: stages of the gate to run, until one of them finds the damage. DEFAULT sends the default packs.
-      PRESSURE fills a context, then the KV cache. `paths` is the opt-in pack. Modes that the default packs cannot
-      trigger, such as a full cache, leave DEFAULT out.
+      PRESSURE fills a context, then the KV cache. CONNECTOR loads prompts through the KV connector. `paths` is the
+      opt-in pack. Modes that the default packs cannot trigger, such as a full cache, leave DEFAULT out.
     - `engine`: the engine to damage: SHARED, or a name that `_own_engine` in `run.py` knows.
     """
 
@@ -37,6 +37,8 @@ MODES = (
          "after a prefix hit, the last page of the hit is another request's"),
     Mode("long-hit", "LMCache/LMCache#4385", "long conversations that return get another request's KV",
          "after a hit of at least 512 tokens, one page is another request's"),
+    Mode("loaded", "LMCache/LMCache#4463", "reused KV differs from computed KV",
+         "after a load from host memory, the last loaded page is another request's", (DEFAULT, CONNECTOR), "offload"),
     Mode("first-tokens-after-hit", "vllm-project/vllm-ascend#10440", "a partial private block is reused by a hit",
          "after a hit, the first three tokens read another request's page", _PATHS),
     Mode("full-pool", "vllm-project/vllm#50702", "corrupt JSON with a full pool only",

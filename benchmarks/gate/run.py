@@ -20,16 +20,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.gate import engines
-from benchmarks.gate.modes import DEFAULT, DRAFTS, HEALTHY, MODES, PRESSURE, SHARED, Mode
+from benchmarks.gate.modes import CONNECTOR, DEFAULT, DRAFTS, HEALTHY, MODES, PRESSURE, SHARED, Mode
 from kvpilot_cli.validate import command as validate
 from kvpilot_operator.api.rollout import Accuracy, Canary
 from kvpilot_operator.api.words import Verdict
 from kvpilot_operator.decide import Judgement, allowed, control_fault, described, judge
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.state.snapshot import ServiceKey
-from kvpilot_probes import codec, packs, pressure, run
+from kvpilot_probes import codec, loaded, packs, pressure, run
 from kvpilot_probes.codec import Baseline
 from kvpilot_probes.errors import ProbeError
+from kvpilot_probes.loaded import Connector
 from kvpilot_probes.pressure import Filled, Pool
 from kvpilot_probes.session import Settings
 from kvpilot_probes.stats import Measurement, summarise
@@ -66,7 +67,7 @@ def judged(url: str, kept: Mapping[str, Baseline], stages: Sequence[str]) -> lis
     for name in stages:
         if rows and rows[-1]["verdict"] != Verdict.PASSED:
             break
-        baseline = kept[DEFAULT if name == PRESSURE else name]
+        baseline = kept[DEFAULT if name in (PRESSURE, CONNECTOR) else name]
         known = described(baseline)
         limits = allowed(known, LIMITS)
         began = time.monotonic()
@@ -77,12 +78,29 @@ def judged(url: str, kept: Mapping[str, Baseline], stages: Sequence[str]) -> lis
                 both = replace(before, seen=(*before.seen, *more.seen), planned=(*before.planned, PRESSURE))
                 row = _row(name, judge(both, known, LIMITS), both)
                 rows.append({**row, "prompts": len(more.seen), "seconds": round(more.milliseconds / 1000)})
+            elif name == CONNECTOR and found is not None:
+                both = asyncio.run(_load(url, baseline, found, limits))
+                row, took = _row(name, judge(both, known, LIMITS), both), both.milliseconds - found.milliseconds
+                rows.append({**row, "prompts": len(both.seen) - len(found.seen), "seconds": round(took / 1000)})
             else:
                 found = asyncio.run(run.measure(url, "m", baseline, allowed=limits, settings=SETTINGS))
                 rows.append(_row(name, judge(found, known, LIMITS), found))
         except ProbeError as error:
             rows.append(_error(name, type(error).__name__, str(error), began))
     return rows
+
+
+async def _load(url: str, baseline: Baseline, found: Measurement, limits: Any) -> Measurement:
+    scraper = Scraper(None)
+
+    async def tokens() -> float:
+        return (await scraper.scrape(ServiceKey("default", "gate"), url, lambda _: None)).totals.host_hits
+
+    connector = Connector("OffloadingConnector", tokens)
+    try:
+        return await loaded.extended(url, "m", baseline, found, connector, allowed=limits, settings=SETTINGS)
+    finally:
+        await scraper.close()
 
 
 async def _fill(url: str, baseline: Baseline, limits: Any) -> Filled:
@@ -204,6 +222,8 @@ def _own_engine(mode: Mode, kept: Mapping[str, Baseline], folder: Path) -> list[
             return judged(running.url, kept, mode.stages)
     dtype, arguments, model = {
         "drafts": ("auto", (f"--speculative-config={NGRAM}",), None),
+        # A larger pool than usual: it evicts no prompt, so only the stage CONNECTOR loads any.
+        "offload": ("auto", ("--kv-offloading-size=1", "--num-gpu-blocks-override=340"), None),
         "full-context": ("auto", (), None),
         "tokenizer": ("auto", (), engines.with_other_tokenizer(folder)),
     }[mode.engine]

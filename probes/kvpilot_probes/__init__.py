@@ -6,6 +6,7 @@
 - `stats` computes the damage from two answers, and `codec` stores a baseline as bytes.
 - `tasks` lets an engine solve tasks, and `results` compares how many tasks two engines have solved.
 - `sequential` tests the damage in each bucket of prompts.
+- `loaded` judges pages that the engine has loaded through its KV connector.
 - `pressure` fills a canary's context and its KV cache.
 
 The operator's package `decide` combines the tests into a verdict.

@@ -32,9 +32,9 @@ _MAX_LINE_BYTES = 128 * 1024
 # Number of token ids per piece of a request's body. Prompts are written to JSON piece by piece, so that many long
 # prompts in flight take little memory.
 _PIECE = 4096
-# This parameter makes our runtime load the prompt's pages from host memory (runtime/kvpilot_runtime/config/offload.py).
-# Other engines ignore it.
-FROM_HOST: dict[str, object] = {"kvpilot_from_host": True}
+# This parameter makes our runtime load the prompt's pages through the KV connector, even if the GPU has them
+# (runtime/kvpilot_runtime/config/offload.py). Other engines ignore it.
+FROM_CONNECTOR: dict[str, object] = {"kvpilot_from_connector": True}
 GREEDY: Mapping[str, object] = MappingProxyType({"temperature": 0})
 
 # A stream may have _MAX_STREAM_BYTES, and _MAX_TOKEN_BYTES more for each token, which takes about 2 KiB with its
@@ -56,14 +56,17 @@ def untold() -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineClient:
-    """Client of one engine at `http://host:port`, for its served `model`. `session.Settings` explains other fields."""
+    """Client of one engine at `http://host:port`, for its served `model`. `session.Settings` explains other fields.
+
+    With `from_connector`, the engine loads prompts through its KV connector, even if the GPU has their pages.
+    """
 
     base_url: str
     model: str
     http: aiohttp.ClientSession
     progress: Progress = untold
     priority: int | None = None
-    from_host: bool = False
+    from_connector: bool = False
     read_seconds: float = READ_SECONDS
     pace: Pace = field(default_factory=Pace)
 
@@ -147,8 +150,8 @@ class EngineClient:
         }
         if self.priority is not None:
             body["priority"] = self.priority
-        if self.from_host:
-            body["kv_transfer_params"] = FROM_HOST
+        if self.from_connector:
+            body["kv_transfer_params"] = FROM_CONNECTOR
         other_fields = msgspec.json.encode(body)
 
         def asked() -> Iterator[bytes]:

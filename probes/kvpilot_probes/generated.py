@@ -41,6 +41,8 @@ SHARED_TOKENS, HIT_TOKENS = 448, 20
 # For prompts of these buckets, do not send the first half alone before the whole prompt.
 FRESH = ("residue", "chunk")
 HIT = "hit"
+# Buckets with this prefix have prompts that the engine loads through the KV connector that the rest of the name says.
+FROM = "from-"
 # Largest length of the agent's rounds, in tokens. They fill three quarters of the context, up to this length.
 AGENT_TOKENS = 65_536
 CALLS = 8
@@ -77,7 +79,7 @@ def sent_first(bucket: str, tokens: Sequence[int]) -> Sequence[int]:
     """Return the part of a prompt to send alone first, so that the engine later finds its pages in the cache."""
     if bucket in FRESH:
         return ()
-    return tokens if bucket == HIT else tokens[: len(tokens) // 2]
+    return tokens if bucket == HIT or bucket.startswith(FROM) else tokens[: len(tokens) // 2]
 
 
 async def fingerprint(engine: EngineClient) -> tuple[str, int]:

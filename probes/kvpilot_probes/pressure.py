@@ -78,14 +78,7 @@ class Filled(NamedTuple):
 
     def added_to(self, found: Measurement) -> Measurement:
         """Return the measurement of the canary, extended by these results as the bucket `pressure`."""
-        return replace(
-            found,
-            seen=(*found.seen, *self.seen),
-            broken=found.broken + sum(one.broken for one in self.compared),
-            planned=(*found.planned, PRESSURE),
-            tokens=found.tokens + self.tokens,
-            milliseconds=found.milliseconds + self.milliseconds,
-        )
+        return found.extended(PRESSURE, self.compared, self.tokens, self.milliseconds)
 
 
 Look = Callable[[], Awaitable[Pool]]

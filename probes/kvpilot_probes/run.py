@@ -73,7 +73,7 @@ async def measure(
     fails the engine. If `settings.brief` is set, too, it skips the remaining prompts of a sound bucket. Runs with
     another `settings.turn` send those prompts. After `settings.budget_seconds` it skips all remaining prompts.
     """
-    order = _in_turns(baseline, settings.turn)
+    order = in_turns(baseline, settings.turn)
     return await _measure(base_url, model, baseline, order, settings, allowed)
 
 
@@ -86,7 +86,7 @@ async def control(base_url: str, model: str, baseline: Baseline, *, settings: Se
     return await _measure(base_url, model, baseline, range(len(baseline.prompts))[::-1], twice)
 
 
-def _in_turns(baseline: Baseline, turn: int) -> list[int]:
+def in_turns(baseline: Baseline, turn: int) -> list[int]:
     """Return the indices of the prompts in round-robin order: the first of each bucket, then the second, and so on.
 
     `turn` rotates the order of the prompts within each bucket.

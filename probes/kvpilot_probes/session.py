@@ -105,7 +105,6 @@ class Settings:
     - `progress`: callback after each token or other answer.
     - `seed`: seed of the texts that generated prompts contain.
     - `tasks`: let a measured engine solve the baseline's tasks, which takes most of the decoded tokens.
-    - `from_host`: make an engine that offloads read the prompt's KV pages from host memory.
     - `brief`: skip the remaining prompts of a bucket that is sound, and long answers.
     - `adapters`: LoRA adapters that the engine serves and that write long answers, too.
     - `turn`: number that rotates the prompts of each bucket, so that brief runs send different prompts.
@@ -121,7 +120,6 @@ class Settings:
     api_key: str | None = field(default=None, repr=False)
     tls: ssl.SSLContext | None = field(default=None, repr=False)
     progress: Progress = untold
-    from_host: bool = False
     brief: bool = False
     adapters: tuple[str, ...] = ()
     turn: int = 0
@@ -151,9 +149,7 @@ async def probing(
     deadline = asyncio.timeout(settings.deadline_seconds or START_SECONDS)
     try:
         async with deadline, http_client(settings.api_key, settings.tls) as http:
-            engine = EngineClient(
-                base_url.rstrip("/"), model, http, settings.progress, settings.priority, settings.from_host
-            )
+            engine = EngineClient(base_url.rstrip("/"), model, http, settings.progress, settings.priority)
             yield engine, Throttle(settings.give_way), deadline
     except TimeoutError as error:
         raise ProbeTimeout(

@@ -13,7 +13,7 @@ Even then, garbage that shares no token with the baseline has a large KL.
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvpilot_probes.results import Tasks
@@ -119,6 +119,17 @@ class Measurement:
     tasks: tuple[Tasks, ...] = ()
     broken: int = 0
     cut: bool = False
+
+    def extended(self, bucket: str, compared: Sequence[Compared], tokens: int, milliseconds: int) -> "Measurement":
+        """Return the measurement with one more bucket, the positions compared in it, and what they took."""
+        return replace(
+            self,
+            seen=(*self.seen, *by_bucket(compared)),
+            broken=self.broken + sum(one.broken for one in compared),
+            planned=(*self.planned, bucket),
+            tokens=self.tokens + tokens,
+            milliseconds=self.milliseconds + milliseconds,
+        )
 
 
 def impossible(top: Mapping[int, float], chosen: int) -> str | None:

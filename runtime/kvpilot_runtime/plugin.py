@@ -3,7 +3,7 @@
 `register` adds the names of our dtypes to vLLM's data. It replaces functions of vLLM only in processes that need this:
 
 - for a dtype of ours, when a configuration first uses it; child processes learn the dtype from `DTYPE`;
-- for requests that load offloaded pages and for draining, if `kvpilot-serve` has set `options.SERVE`.
+- for requests that load pages through a KV connector and for draining, if `kvpilot-serve` has set `options.SERVE`.
 """
 
 import logging
@@ -47,18 +47,18 @@ def register() -> None:
 
 
 def serve_requests() -> None:
-    """Let the engine load offloaded pages if a request asks for it, and finish waiting requests when it drains.
+    """Let requests ask the engine to load pages through its connector, and let it finish waiting requests on drain.
 
     Engines with vLLM's own dtypes call this function, too, and must start with any later vLLM. So if this vLLM lacks a
     part that we need, only log the fault.
     """
     contract.tell(_platform())
-    for serve_part in (host.heed_from_host, hooks.around_shutdown, _offload_on_cpu):
+    for serve_part in (host.heed_from_connector, hooks.around_shutdown, _offload_on_cpu):
         try:
             serve_part()
         except (ImportError, AttributeError) as error:
-            log.error("vllm %s: %s; vLLM alone handles requests for offloaded pages, and requests that wait when an "
-                      "engine ends: use vllm %s", compat.version_text(), error, compat.ADVISED)  # fmt: skip
+            log.error("vllm %s: %s; vLLM alone handles requests for a connector's pages, and requests that wait when "
+                      "an engine ends: use vllm %s", compat.version_text(), error, compat.ADVISED)  # fmt: skip
 
 
 def serve_dtype(dtype: str) -> None:

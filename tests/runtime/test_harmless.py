@@ -127,9 +127,9 @@ def test_two_wrappers_of_one_function_are_both_called_once(stock: type[Stock]) -
     assert stock().method(1) == ("another", "ours", "method", 1, 0, "")
 
 
-@pytest.mark.parametrize("from_host", [False, True])
+@pytest.mark.parametrize("from_connector", [False, True])
 def test_our_lookup_of_cached_blocks_passes_on_additional_arguments(
-    from_host: bool, monkeypatch: pytest.MonkeyPatch
+    from_connector: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM 0.33 passes a second argument that limits the hit. Without it every engine crashed at its first request."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -138,11 +138,11 @@ def test_our_lookup_of_cached_blocks_passes_on_additional_arguments(
         return request.skip_reading_prefix_cache, max_cache_hit_length, more
 
     monkeypatch.setattr(KVCacheManager, "get_computed_blocks", get_computed_blocks)
-    host.heed_from_host()
+    host.heed_from_connector()
     manager = object.__new__(KVCacheManager)
-    request = SimpleNamespace(kv_transfer_params={host.FROM_HOST: from_host}, skip_reading_prefix_cache=False)
-    assert manager.get_computed_blocks(request, 7, more=3) == (from_host, 7, 3)
-    assert manager.get_computed_blocks(request=request, max_cache_hit_length=7) == (from_host, 7, 0)
+    request = SimpleNamespace(kv_transfer_params={host.FROM_CONNECTOR: from_connector}, skip_reading_prefix_cache=False)
+    assert manager.get_computed_blocks(request, 7, more=3) == (from_connector, 7, 3)
+    assert manager.get_computed_blocks(request=request, max_cache_hit_length=7) == (from_connector, 7, 0)
     assert request.skip_reading_prefix_cache is False
 
 

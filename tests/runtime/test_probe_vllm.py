@@ -20,10 +20,10 @@ from kvpilot_cli.probe import command
 from kvpilot_localcluster.engines.real import HANGS, Engine
 from kvpilot_operator.api.spec import parse
 from kvpilot_operator.api.words import Verdict
-from kvpilot_operator.decide import described, judge
+from kvpilot_operator.decide import allowed, described, judge
 from kvpilot_operator.mesh import Identity
 from kvpilot_operator.state.snapshot import ServiceKey
-from kvpilot_probes import codec, packs, pressure
+from kvpilot_probes import codec, loaded, packs, pressure
 from kvpilot_probes.client import http_client
 from kvpilot_probes.codec import Baseline
 from kvpilot_probes.errors import EngineUnreachable
@@ -74,10 +74,6 @@ def reference(sixteen: str) -> tuple[Baseline, Measurement]:
     return asyncio.run(both(sixteen))
 
 
-def measured(url: str, baseline: Baseline, *, from_host: bool = False) -> Measurement:
-    return asyncio.run(measure(url, MODEL, baseline, settings=replace(SETTINGS, from_host=from_host)))
-
-
 def test_a_16_bit_engine_compared_with_itself_in_other_batches_has_little_noise(
     reference: tuple[Baseline, Measurement],
 ) -> None:
@@ -94,17 +90,28 @@ def test_k4v4_stays_within_the_default_limits_from_its_pages_and_from_host_memor
 ) -> None:
     kept, _ = reference
     with engine(smollm2_135m(), "k4v4", tmp_path, KV_MEMORY, "--kv-offloading-size=0.25", "--block-size=16") as running:
-        k4v4 = measured(running.url, kept)
-        stayed = running.metric("vllm:external_prefix_cache_hits_total")
-        returned = measured(running.url, kept, from_host=True)
-        came_back = running.metric("vllm:external_prefix_cache_hits_total") - stayed
-    print(f"{came_back:.0f} tokens came back", *(found.mean_kl_micronats for found in (k4v4, returned)))
-    for found in (k4v4, returned):
-        judgement = judge(found, described(kept), DEFAULTS)
-        assert judgement.verdict == Verdict.PASSED, judgement.message
-    # Prefixes come from the GPU's cache, unless a probe tests the host memory. Then every whole block is loaded.
-    assert stayed == 0
-    assert came_back >= sum((len(prompt.tokens) - 1) // 16 * 16 for prompt in kept.prompts) > 200
+        looks = []
+
+        async def look() -> float:
+            looks.append(running.metric("vllm:external_prefix_cache_hits_total"))
+            return looks[-1]
+
+        async def story() -> Measurement:
+            own = await measure(running.url, MODEL, kept, settings=SETTINGS)
+            host = loaded.Connector("host", look)
+            limits = allowed(described(kept), DEFAULTS)
+            return await loaded.extended(running.url, MODEL, kept, own, host, allowed=limits, settings=SETTINGS)
+
+        found = asyncio.run(story())
+    print(*looks, *found.seen, sep="\n")
+    judgement = judge(found, described(kept), DEFAULTS)
+    assert judgement.verdict == Verdict.PASSED, judgement.message
+    returned = [one for one in found.seen if one.bucket == "from-host"]
+    assert sum(one.kl for one in returned) <= len(returned) * 0.02
+    # Prefixes come from the GPU's cache, unless a probe asks for others. Then every whole block is loaded.
+    assert looks[0] == 0
+    smallest = sorted((len(prompt.tokens) - 1) // 16 * 16 for prompt in kept.prompts)[: len(returned)]
+    assert looks[-1] >= 2 * sum(smallest) > 200
 
 
 def gated(baseline: str, candidate: str, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -228,8 +235,8 @@ def test_a_canary_is_judged_while_prompts_fill_its_pool(tmp_path: Path, monkeypa
                 usage.append(page.usage)
                 return Pool(page.capacity_tokens, page.usage)
 
-            allowed = Allowed(kl=0.5, disagreement=0.5)
-            return await fill(running.url, MODEL, kept, look=look, allowed=allowed, settings=SETTINGS)
+            limits = Allowed(kl=0.5, disagreement=0.5)
+            return await fill(running.url, MODEL, kept, look=look, allowed=limits, settings=SETTINGS)
 
     # Fillers' prompts and answers grow with the context, and their number with the pool.
     small = ("--max-model-len=1024", "--kv-cache-memory-bytes=2M", "--max-num-seqs=64")

@@ -1,4 +1,4 @@
-"""Requests of a probe to an engine: one at a time, by priority, from host memory, and up to a full context."""
+"""Requests of a probe to an engine: one at a time, by priority, through a connector, and up to a full context."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -90,31 +90,45 @@ def test_low_priority_is_requested_only_if_the_engine_schedules_by_priority(
     assert schedules_by_priority(engine) is expected
 
 
+TRANSFER = '{"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}'
+
+
+@pytest.mark.parametrize("serving", [True, False])
 @pytest.mark.parametrize(
-    ("spec", "sent"),
+    ("spec", "loads", "bucket"),
     [
-        ({"kvCache": {"mode": "Auto", "offload": {"cpuMemoryGiB": 1}}}, {"kvpilot_from_host": True}),
-        ({"engine": {"extraArgs": ["--kv-offloading-size=1"]}}, {"kvpilot_from_host": True}),
-        ({}, None),
+        ({}, True, None),
+        ({"kvCache": {"mode": "Auto", "offload": {"cpuMemoryGiB": 1}}}, True, "from-OffloadingConnector"),
+        ({"engine": {"extraArgs": ["--kv-offloading-size=1"]}}, True, "from-OffloadingConnector"),
+        ({"engine": {"extraArgs": [f"--kv-transfer-config={TRANSFER}"]}}, True, "from-LMCacheMPConnector"),
+        ({"engine": {"extraArgs": [f"--kv-transfer-config={TRANSFER}"]}}, False, "from-LMCacheMPConnector"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("serving", [True, False])
-async def test_probes_of_an_engine_with_offloading_read_pages_from_host_memory(
-    bench: Bench, spec: dict[str, Any], sent: object, serving: bool
+async def test_pages_from_a_kv_connector_are_judged_on_their_own_if_the_engine_has_loaded_any(
+    bench: Bench, spec: dict[str, Any], loads: bool, bucket: str | None, serving: bool
 ) -> None:
     bench.cluster.keep(NAME, codec.encode(await captured(bench)))
-    seen: list[object] = []
+    marked: list[int] = []
 
     async def handler(path: str, body: Body, writer: Writer) -> None:
-        if path == "/v1/completions":
-            seen.append(body.get("kv_transfer_params"))
-        await (respond_empty(writer) if path == "/metrics" else counting(path, body, writer))
+        if path == "/metrics":
+            hits = sum(marked) * loads
+            respond(writer, f"vllm:kv_cache_usage_perc 0.5\nvllm:external_prefix_cache_hits_total {hits}\n".encode())
+            return
+        if body.get("kv_transfer_params") == {"kvpilot_from_connector": True}:
+            marked.append(len(body["prompt"]))
+        await counting(path, body, writer)
 
     async with engine(handler) as url:
-        await bench.ask(Measure("check/x", "p", url, "m", "fp8", NAME, serving=serving), spec_of(manifest(**spec)))
-    assert seen
-    assert all(one == sent for one in seen)
+        request = Measure("check/x", "p", url, "m", "fp8", NAME, serving=serving)
+        found = (await bench.ask(request, spec_of(manifest(**spec)))).outcome
+    assert isinstance(found, Measurement)
+    assert ([one for one in found.planned if one.startswith("from-")] or [None]) == [bucket]
+    judged = [one for one in found.seen if one.bucket == bucket]
+    # Without loads, an engine gets one prompt, twice. Otherwise it gets prompts until the bucket has a verdict.
+    assert len(marked) == (2 if bucket and not loads else 2 * len(judged))
+    assert (len(judged) >= 5) is (loads and bucket is not None)
 
 
 @pytest.mark.parametrize(("serving", "asked"), [(False, {"m", "sql", "chat"}), (True, {"m"})])

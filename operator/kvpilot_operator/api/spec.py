@@ -151,6 +151,12 @@ class Spec(Record, frozen=True):
         """Return True if engines offload KV blocks to host memory."""
         return self.kv_cache.offload is not None or self.engine.arguments.on(arguments.OFFLOAD)
 
+    @property
+    def connector(self) -> str:
+        """Return vLLM's name of the engines' KV connector; empty without a connector."""
+        moves = self.engine.arguments.mapping(arguments.TRANSFER)
+        return "OffloadingConnector" if self.offloads else str(moves.get("kv_connector", ""))
+
 
 def parse(obj: Mapping[str, Json]) -> Spec:
     """Return the spec of a QuantizedLLMService, with defaults filled in.

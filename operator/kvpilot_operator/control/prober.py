@@ -22,6 +22,7 @@ from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.decide import allowed, control_fault, described, judge
 from kvpilot_operator.errors import PermitLost, ScrapeError
+from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_prompts
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.state.decision import (
@@ -36,9 +37,10 @@ from kvpilot_operator.state.decision import (
     Request,
 )
 from kvpilot_operator.state.snapshot import ServiceKey
-from kvpilot_probes import codec, pressure, run
+from kvpilot_probes import codec, loaded, pressure, run
 from kvpilot_probes.codec import Baseline
 from kvpilot_probes.errors import ContextNotHeld, MalformedBaseline
+from kvpilot_probes.loaded import Connector
 from kvpilot_probes.pressure import Pool
 from kvpilot_probes.sequential import Allowed
 from kvpilot_probes.session import GiveWay, Settings
@@ -176,7 +178,16 @@ class Prober:
             control = described(baseline)
             limits = allowed(control, spec.accuracy)
             found = await run.measure(request.url, request.model, baseline, allowed=limits, settings=settings)
-            if judge(found, control, spec.accuracy).verdict == Verdict.PASSED and not request.serving:
+
+            def passed() -> bool:
+                return judge(found, control, spec.accuracy).verdict == Verdict.PASSED
+
+            if spec.connector and passed():
+                connector = Connector(spec.connector, partial(self._loaded, key, request.url))
+                found = await loaded.extended(
+                    request.url, request.model, baseline, found, connector, allowed=limits, settings=settings
+                )
+            if not request.serving and passed():
                 return await self._filled(key, request, baseline, found, limits, settings)
             return found
         try:
@@ -237,11 +248,8 @@ class Prober:
         extra = {"service": str(key), "probe": request.identity}
 
         async def look() -> Pool:
-            try:
-                page = await self._scraper.scrape(key, request.url, lambda _: None)
-            except ScrapeError:
-                return Pool(0, 0.0)
-            return Pool(page.capacity_tokens, page.usage)
+            page = await self._page(key, request.url)
+            return Pool(0, 0.0) if page is None else Pool(page.capacity_tokens, page.usage)
 
         try:
             filled = await pressure.fill(
@@ -253,6 +261,17 @@ class Prober:
         log.info("the canary has answered a prompt of %d tokens", filled.context, extra=extra)
         return filled.added_to(found)
 
+    async def _loaded(self, key: ServiceKey, url: str) -> float:
+        """Return the number of tokens that an engine has loaded through its KV connector; NaN if it is unknown."""
+        page = await self._page(key, url)
+        return math.nan if page is None else page.totals.host_hits
+
+    async def _page(self, key: ServiceKey, url: str) -> PodMetrics | None:
+        try:
+            return await self._scraper.scrape(key, url, lambda _: None)
+        except ScrapeError:
+            return None
+
     def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
         """Return settings that make a probe yield to users' requests.
 
@@ -260,11 +279,10 @@ class Prober:
         control run four.
         """
         priority = LOW_PRIORITY if schedules_by_priority(spec.engine) else None
-        from_host = isinstance(request, Measure) and spec.offloads
         if isinstance(request, Find) or not request.serving:
             # A measurement gets half of the progress deadline. The capture of the baseline and the filling of the cache
             # get the other half.
-            usual = Settings(priority=priority, from_host=from_host)
+            usual = Settings(priority=priority)
             if not isinstance(request, Measure):
                 return usual
             adapters = tuple(one.name for one in spec.model.adapters)
@@ -274,7 +292,7 @@ class Prober:
         give_way = GiveWay(load, GIVE_WAY_SECONDS, rests)
         if isinstance(request, Capture):
             return Settings(concurrency=2, priority=priority, give_way=give_way)
-        usual = Settings(concurrency=1, priority=priority, give_way=give_way, from_host=from_host, tasks=False)
+        usual = Settings(concurrency=1, priority=priority, give_way=give_way, tasks=False)
         budget = max(spec.accuracy.period_seconds, SHORTEST_BUDGET_SECONDS)
         return replace(usual, brief=True, turn=zlib.crc32(request.identity.encode()), budget_seconds=budget)
 

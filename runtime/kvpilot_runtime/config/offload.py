@@ -12,10 +12,11 @@ from kvpilot_runtime.config import connectors
 
 CONNECTOR, TIER = "OffloadingConnector", "CPUOffloadingSpec"
 
-FROM_HOST = "kvpilot_from_host"
-"""Key of a request's `kv_transfer_params`. If true, the engine loads the prefix from host memory, not from GPU pages.
+FROM_CONNECTOR = "kvpilot_from_connector"
+"""Key of a request's `kv_transfer_params`. If true, the engine loads the prefix through its KV connector, not from GPU
+pages.
 
-The operator's probes set it to check pages that were offloaded.
+The operator's probes set it to check pages that were offloaded, or that another engine has stored.
 """
 
 

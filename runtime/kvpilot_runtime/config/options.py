@@ -12,8 +12,8 @@ __all__ = ["OFFLOAD", "TRANSFER"]
 SERVE = "KVPILOT_SERVE"
 """Environment variable that `kvpilot-serve` sets for its engine, whatever the dtype.
 
-With this variable, an engine loads offloaded pages if a request asks for it (`offload.FROM_HOST`), and finishes waiting
-requests when it drains.
+With this variable, an engine loads pages through its KV connector if a request asks for it
+(`offload.FROM_CONNECTOR`), and finishes waiting requests when it drains.
 """
 WORKSPACE_SHARE = 200
 """Divisor: an engine uses 1/200 of its GPU memory as the workspace into which prefill dequantizes contexts."""

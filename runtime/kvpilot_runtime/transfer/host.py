@@ -1,20 +1,20 @@
-"""Extend vLLM's offloading to host memory: a request may ask to load its prefix from there, and CPUs get a worker."""
+"""Let a request ask to load its prefix through the KV connector, and give CPUs a worker for offloading."""
 
 from typing import Any
 
-from kvpilot_runtime.config.offload import FROM_HOST
+from kvpilot_runtime.config.offload import FROM_CONNECTOR
 from kvpilot_runtime.vllm_api.wrap import wrap
 
 
-def heed_from_host() -> None:
-    """Let a request with `FROM_HOST` load its prefix from host memory, even if the GPU has the pages.
+def heed_from_connector() -> None:
+    """Let a request with `FROM_CONNECTOR` load its prefix through the connector, even if the GPU has the pages.
 
-    vLLM's option `skip_reading_prefix_cache` would skip host memory, too. So this hook sets the option only while vLLM
-    looks up pages on the GPU.
+    vLLM's option `skip_reading_prefix_cache` would skip the connector, too. So this hook sets the option only while
+    vLLM looks up pages on the GPU.
     """
 
     def get_computed_blocks(stock: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if (request.kv_transfer_params or {}).get(FROM_HOST) is not True:
+        if (request.kv_transfer_params or {}).get(FROM_CONNECTOR) is not True:
             return stock(self, request, *args, **kwargs)
         asked, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, True
         try:

@@ -1,0 +1,73 @@
+"""Judge answers over KV pages that the engine has loaded through its KV connector.
+
+The pages come from host memory, from a disk, or from another engine. All other probes use pages that the GPU has. Here,
+each prompt is sent twice by requests that ignore these pages. The engine stores the first prompt through its connector,
+and loads it for the second. The engine's metrics tell how many tokens it has loaded.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from kvpilot_probes.codec import Baseline
+from kvpilot_probes.generated import FROM
+from kvpilot_probes.in_flight import bounded
+from kvpilot_probes.run import follow, in_turns
+from kvpilot_probes.sequential import Allowed, Answer, decide
+from kvpilot_probes.session import USUAL, Settings, allow, probing
+from kvpilot_probes.stats import Compared, Measurement, by_bucket
+
+MOST_PROMPTS = 16
+# Longer prompts come first: LMCache stores only whole chunks, which have 256 tokens by default.
+SHORT_TOKENS = 256
+# Smallest share of the prompts' tokens that the engine must load. A prompt of 511 tokens may have one chunk of 256.
+LOADED = 0.5
+
+
+class Connector(NamedTuple):
+    """KV connector of an engine: vLLM's name of it, and a function that returns the number of tokens loaded so far."""
+
+    name: str
+    loaded: Callable[[], Awaitable[float]]
+
+
+async def extended(
+    base_url: str,
+    model: str,
+    baseline: Baseline,
+    found: Measurement,
+    connector: Connector,
+    *,
+    allowed: Allowed,
+    settings: Settings = USUAL,
+) -> Measurement:
+    """Return the measurement `found` of the same engine, with one more bucket: prompts loaded through `connector`.
+
+    The run stops at the bucket's verdict, or when the time of `settings` is over. It ignores answers before which the
+    engine has loaded too few tokens. It sends the first prompt alone, and no further one if that was not loaded.
+    """
+    began, bucket, compared = time.monotonic(), FROM + connector.name, list[Compared]()
+    over = began + settings.budget_seconds - found.milliseconds / 1000
+    sizes = [len(prompt.tokens) for prompt in baseline.prompts]
+    order = sorted(in_turns(baseline, settings.turn), key=lambda index: sizes[index] <= SHORT_TOKENS)[:MOST_PROMPTS]
+    async with probing(base_url, model, settings) as (engine, throttle, deadline):
+        loading, asked = replace(engine, from_connector=True), 0
+        allow(deadline, settings, 2 * sum(sizes[i] for i in order), sum(len(baseline.prompts[i].answer) for i in order))
+
+        async def ask(index: int) -> None:
+            nonlocal asked
+            if time.monotonic() < over and decide(by_bucket(compared), (bucket,), allowed).answer == Answer.GO_ON:
+                asked += sizes[index]
+                prompt = replace(baseline.prompts[index], bucket=bucket)
+                judged = await throttle.beside_users(loading, lambda one: follow(one, throttle, index, prompt))
+                compared.extend(judged[0])
+
+        for some in (order[:1], order[1:]):
+            before, asked, kept = await connector.loaded(), 0, len(compared)
+            await bounded(some, ask, settings.concurrency, sizes.__getitem__)
+            enough = await connector.loaded() - before >= LOADED * asked
+            if not enough:
+                del compared[kept:]
+                break
+    return found.extended(bucket, compared, throttle.spent, round((time.monotonic() - began) * 1000))
