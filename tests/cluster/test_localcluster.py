@@ -34,8 +34,8 @@ EACH_SECOND = {"periodSeconds": 1, "failureThreshold": 1, "timeoutSeconds": 60}
 def test_a_failing_liveness_probe_restarts_the_container(tenant: Tenant) -> None:
     probe = {"exec": {"command": ["test", "!", "-e", "/state/hung"]}, **EACH_SECOND}
     mounts = [{"name": "state", "mountPath": "/state"}]
-    # The first run makes the probe fail. It sets the trap before it creates the file, so the second run starts without
-    # it.
+    # The first run creates /state/hung, which makes the probe fail. It has set the trap before, so the file is removed
+    # when the run ends, and the second run starts without the file.
     script = (
         "[ -e /state/once ] || { trap 'rm /state/hung; exit 3' TERM; touch /state/once /state/hung; }; sleep 900 & wait"
     )

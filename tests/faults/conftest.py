@@ -33,6 +33,6 @@ async def world(whole_world: FaultyWorld) -> AsyncIterator[FaultyWorld]:
     try:
         whole_world.check()
     except AssertionError:
-        # Start the next test with an empty record.
+        # Restart the operator, so that the next test does not fail for the same reason.
         await whole_world.start_operator()
         raise

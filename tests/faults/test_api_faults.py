@@ -169,7 +169,7 @@ async def test_watches_see_changes_from_before_a_compaction_of_etcd(world):
         await changes.make()
         await asyncio.to_thread(compact, store)
         for server in (definitions, core):
-            server.kill()  # its watch cache
+            server.kill()  # forget its watch cache
         core.start()
         await answers(world)
         definitions.start()  # it reads the API server at its start, and exits if it cannot

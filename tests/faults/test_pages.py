@@ -186,6 +186,6 @@ async def test_an_endless_answer_to_a_probe_is_cut_off_by_its_size_long_before_t
         await probed(after_tokenize(b": noise\n" * 8192, times=100_000), 60.0)
 
 
-def test_the_simple_test_engine_has_plausible_metrics():
+def test_the_test_engine_without_a_model_has_plausible_metrics():
     found = parse_page(Engine("k4v4", "m").page().decode())
     assert (found.dtype, found.capacity_tokens, found.usage, found.running) == ("k4v4", 16_000, 0.0, 0)

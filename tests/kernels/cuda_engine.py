@@ -90,7 +90,7 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "get_flash_attn_version", lambda **_: 3)
     monkeypatch.setattr(
         module, "workspace_bytes", lambda _part: 4 * KV_HEADS * DIM * 64
-    )  # So contexts come in many chunks.
+    )  # A small workspace, so that contexts come in many chunks.
     monkeypatch.setattr(packed, "get_forward_context", lambda: STEP)
     return module
 

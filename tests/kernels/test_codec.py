@@ -66,7 +66,9 @@ def test_the_error_of_an_unclipped_element_is_at_most_one_code_step(
 
 
 @given(seeds, dims, st.floats(1e-3, 1e4), st.floats(-2, 2))
-def test_a_decoded_2_bit_row_has_the_rows_length_along_it(seed: int, dim: int, size: float, shift: float) -> None:
+def test_a_decoded_2_bit_row_is_as_long_as_the_row_in_the_rows_direction(
+    seed: int, dim: int, size: float, shift: float
+) -> None:
     x = ((normal(seed, 64, dim) + shift) * size).double()
     back = decode(*encode(x.float(), 2, group(dim)), 2).double()
     shortness = (back * x).sum(-1) / x.square().sum(-1) - 1

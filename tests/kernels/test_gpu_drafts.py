@@ -40,7 +40,7 @@ def assert_equals_reference(batch: Batch, counts: list[int], padding: int = 0, f
     assert torch.equal(out[at:], torch.zeros_like(out[at:]))
 
 
-# test_gpu_decode.py has all pairs of a format and a head_dim. Here, the tokens of a sequence are what is new.
+# test_gpu_decode.py has all pairs of a format and a head_dim. Here, only several query tokens per sequence are new.
 @pytest.mark.parametrize(("name", "dim"), zip(itertools.cycle(formats.own_names()), formats.HEAD_DIMS, strict=False))
 def test_decode_with_drafts_equals_the_reference_in_every_format_at_every_head_dim(name: str, dim: int) -> None:
     assert_equals_reference(Batch(name, dim, [35, 0, 2], seed=3, ratio=4), [4, 0, 2], padding=2)

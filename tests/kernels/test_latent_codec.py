@@ -44,7 +44,7 @@ def test_a_mean_that_all_latents_share_adds_no_error_if_the_factors_contain_it(n
 
 @settings(max_examples=20)
 @given(seeds, every)
-def test_factors_are_undone_when_entries_are_read_back(seed: int, name: str) -> None:
+def test_reading_an_entry_back_undoes_the_factors_that_storing_applied(seed: int, name: str) -> None:
     rng, fmt = generator(seed), parse(name)
     x, factors = some_entries(32, rng), some_factors(rng)
     back = round_trip(x, fmt, factors)

@@ -175,7 +175,9 @@ def test_an_adapter_answers_as_the_model_with_its_weights_added(
     assert base != tokens
 
 
-async def test_long_answers_of_the_model_and_of_its_adapters_agree_with_a_new_reading(served: httpx.Client) -> None:
+async def test_long_answers_of_model_and_adapters_agree_with_the_engines_reading_of_them_as_prompts(
+    served: httpx.Client,
+) -> None:
     url, settings = str(served.base_url).rstrip("/"), Settings(tokens=8, deadline_seconds=1200)
     chats = [(Message("user", f"Where is it warm in month {i}?"),) for i in range(ANSWERS)]
     prompts = [ProbePrompt("builtin/long-context", f"p{i}", chat) for i, chat in enumerate(chats)]

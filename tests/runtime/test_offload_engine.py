@@ -100,7 +100,7 @@ def test_a_probe_can_make_a_separate_engine_process_load_from_host_memory(tmp_pa
     ) as running:  # fmt: skip
         fresh = [running.tokens(prompt, 3) for prompt in prompts]
         again = [running.tokens(prompt, 3) for prompt in prompts]
-        before = loaded(running.page())  # a prompt's last block at most: the KV cache still has the others
+        before = loaded(running.page())  # at most each prompt's last block, as the KV cache still has the others
         body = {"model": "m", "max_tokens": 3, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
                 "kv_transfer_params": {"kvpilot_from_connector": True}}  # fmt: skip
         judged = [

@@ -56,7 +56,7 @@ pytestmark = pytest.mark.timeout(1800)
     [
         (100, 16, 2048, [19, 5, 33]),
         (4, 16, 2048, [19, 5]),  # no room for a third request
-        (100, 16, 32, [19, 5]),  # no request exceeds it
+        (100, 16, 32, [19, 5]),  # no request exceeds the limit of 32 tokens
         (2, 16, 2048, [5]),
         (100, 3000, 65536, [3003, 5]),
     ],

@@ -35,7 +35,7 @@ def folder(path: Path, config: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_the_window_layers_of_loop_coders_later_passes_stay_in_16_bits(tmp_path: Path) -> None:
+def test_window_layers_in_the_later_passes_of_a_looped_model_stay_in_16_bits(tmp_path: Path) -> None:
     findings = check(Request(folder(tmp_path, LOOP_CODER), "k4v4", others=("--trust-remote-code",), max_model_len=4096))
     assert findings.skip_layers == ("sliding_window",)
     assert findings.config is not None

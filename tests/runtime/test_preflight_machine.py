@@ -73,7 +73,7 @@ def test_a_gpu_with_unknown_figures_still_counts(listed: list[dict[str, str]], n
 
 
 @given(st.text(max_size=80))
-def test_any_listing_is_read_without_an_error(text: str) -> None:
+def test_any_output_of_nvidia_smi_is_read_without_an_error(text: str) -> None:
     for gpu in machine.parse_gpus(text):
         assert gpu.total is None or gpu.total > 0
         assert gpu.used is None or gpu.used >= 0

@@ -198,7 +198,9 @@ def test_a_layer_that_reads_another_layers_cache_uses_its_ring(config: Any) -> N
 
 
 @pytest.mark.parametrize("tokens", formats.RECENT_CHOICES)
-def test_the_environment_says_how_many_tokens(config: Any, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_the_number_of_tokens_of_the_window(
+    config: Any, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(ring_layers.VARIABLE, str(tokens))
     layers = attached(config)
     assert [layer.impl.recent for layer in layers] == [tokens] * 2

@@ -37,7 +37,7 @@ def test_a_drift_is_reported_once_denied_and_written_to_the_journal():
     assert (verified.status, verified.reason) == ("False", "AccuracyDrifted")
 
 
-def test_a_drift_counts_beside_an_older_denial_for_latency():
+def test_a_drift_denies_a_dtype_that_was_already_denied_for_latency():
     cluster = serving()
     spec = cluster.snapshot().spec
     assert spec is not None

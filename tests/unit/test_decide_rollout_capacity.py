@@ -151,7 +151,7 @@ def in_place(cluster):
         assert status.canary.revision not in cluster.shares()
 
 
-def test_the_borrowed_replica_and_the_canary_use_one_place_in_turn():
+def test_the_borrowed_replica_and_the_canary_use_the_gpu_of_one_replica_in_turn():
     cluster = ModelCluster(service("k4v4", 2), start_ticks=2, requests=BUSY, places=2)
     cluster.settle()
     cluster.edit(service("k8v4", 2, capacityPolicy="ReplaceOne"))

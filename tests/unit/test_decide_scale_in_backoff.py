@@ -33,7 +33,7 @@ def test_the_time_of_a_scale_in_stays_until_the_next_one():
     assert backoff("Stay", "auto", 3, NOW, NOW, TOO_FEW) == (NOW, TOO_FEW)
 
 
-def test_as_few_replicas_of_that_dtype_are_not_tried_for_a_day():
+def test_a_number_of_replicas_that_was_too_small_is_not_tried_again_for_a_day():
     assert "2 replicas of auto" in (backing_off(NOW, "auto", 2, TOO_FEW) or "")
     assert backing_off(NOW, "auto", 1, TOO_FEW) is not None
     assert backing_off(NOW, "auto", 3, TOO_FEW) is None

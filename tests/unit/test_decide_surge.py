@@ -79,7 +79,7 @@ def test_the_arrival_rate_is_extrapolated_by_its_growth():
     assert surge.arrivals == pytest.approx(12.1 + 7.1 * 300 / 180, rel=0.02)
 
 
-def test_a_minute_with_all_late_requests_that_the_window_may_have_is_a_surge():
+def test_a_minute_with_as_many_late_requests_as_the_whole_window_may_have_is_a_surge():
     late, well = took((0.03, 700), (0.4, 300)), took((0.03, 800), (0.4, 200))
     assert "ITL p95" in find(scrapes(CALM, itl=late), PRESSURE, (ITL,)).message
     assert find(scrapes(CALM, itl=well), PRESSURE, (ITL,)) is None

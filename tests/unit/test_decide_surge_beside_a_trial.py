@@ -41,7 +41,7 @@ def surging(cluster):
 
 
 @pytest.mark.parametrize("at", ["Starting", "Probing"])
-def test_replicas_are_requested_at_once_and_the_trial_ends_without_a_denial(at):
+def test_a_surge_requests_replicas_at_once_and_ends_the_trial_without_a_denial(at):
     cluster = on_trial(at)
     status = decide(surging(cluster)).status
     assert status.scaling.desired_replicas == 6
@@ -57,7 +57,7 @@ def test_a_trial_without_a_surge_continues():
     assert (status.canary.stage, status.scaling.desired_replicas) == ("Probing", 2)
 
 
-def test_a_paused_trial_and_one_that_takes_traffic_are_not_changed():
+def test_a_surge_does_not_change_a_trial_that_is_paused_or_takes_traffic():
     cluster = on_trial("Probing")
     edit(cluster, rollout={"paused": True})
     paused = decide(surging(cluster)).status

@@ -287,7 +287,7 @@ def test_no_dtype_changes_together_with_another_change_of_the_spec():
     assert decision.status.canary.dtype == "auto"
 
 
-def test_pressure_within_min_dwell_seconds_adds_a_replica_and_removes_it_afterwards():
+def test_pressure_within_min_dwell_seconds_adds_a_replica_that_is_removed_after_the_pressure():
     obj = manifest(
         kvCache={
             "mode": "Auto", "ladder": ["k8v4", "k4v4"], "pressure": {"sustainedSeconds": 30}, "minDwellSeconds": 21_600,

@@ -36,12 +36,12 @@ def test_a_service_without_a_mode_only_recommends_under_pressure() -> None:
     assert [one.action for one in status.decisions][:1] == ["Recommend"]
 
 
-def test_the_same_service_changes_its_dtype_in_mode_auto() -> None:
+def test_in_mode_auto_a_service_under_pressure_changes_its_dtype() -> None:
     cluster = ModelCluster(service(mode="Auto"), demand=9000)
     cluster.until(lambda status: status.stable is not None and status.stable.dtype == "k4v4")
 
 
-def test_a_service_that_loses_its_mode_keeps_its_dtype_under_any_load() -> None:
+def test_a_service_whose_mode_is_removed_from_the_spec_keeps_its_dtype_under_any_load() -> None:
     cluster = ModelCluster(service(mode="Auto"), demand=9000)
     cluster.until(lambda status: status.stable is not None and status.stable.dtype == "k4v4")
     cluster.demand = 40_000

@@ -325,7 +325,7 @@ def test_the_simulation_detects_a_leader_that_ignores_its_deadlines():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_lease_that_is_deleted_leads_to_one_leader(seed):
+def test_after_a_lease_is_deleted_exactly_one_replica_leads(seed):
     server, mended = run([(3, "delete the Lease", 0), (3, "delete the Lease", 0)], seed)
     assert server.faults == []
     assert len({identity for time, identity in server.landed if time > mended}) == 1

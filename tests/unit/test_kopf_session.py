@@ -184,7 +184,7 @@ async def watching(server: Server) -> AsyncIterator[Watched]:
     try:
         async with asyncio.timeout(HANG_SECONDS):
             yield known
-            await server.watched()  # kopf would wait five seconds for a watch that begins while it ends
+            await server.watched()  # kopf would wait five seconds for a watch that begins while kopf ends
             assert not at_work.done(), "kopf has ended"
     finally:
         # kopf waits five seconds for every task that started after it, so also for the server's open connections.

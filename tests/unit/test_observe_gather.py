@@ -36,7 +36,7 @@ async def test_a_snapshot_has_the_reports_of_engines_and_nodes(world: World) -> 
     assert world.asked == ["http://10.0.0.1:8000"] * 2
 
 
-async def test_a_service_runs_on_the_first_of_its_nodes_that_has_a_gpu_and_with_the_image_of_its_deployment(
+async def test_a_snapshot_has_the_first_gpu_of_a_services_nodes_and_the_image_of_its_deployment(
     world: World,
 ) -> None:
     world.cluster.objects[path_of("v1", "Node", "", "node-0")] = {"metadata": {"name": "node-0"}}
@@ -52,7 +52,9 @@ def autoscaler(name: str, target: str, kind: str = KIND, **about: Any) -> dict[s
     return {"metadata": {"name": name, **about}, "spec": {"scaleTargetRef": {"kind": kind, "name": target}}}
 
 
-async def test_an_autoscaler_of_a_service_that_kvpilot_scales_is_seen_by_rare_lists(world: World) -> None:
+async def test_an_autoscaler_of_a_service_that_kvpilot_scales_is_found_by_infrequent_list_requests(
+    world: World,
+) -> None:
     path = path_of("autoscaling/v1", "HorizontalPodAutoscaler", KEY.namespace)
     keda = {"ownerReferences": [{"kind": "ScaledObject", "name": "web"}]}
     world.cluster.objects[path] = [

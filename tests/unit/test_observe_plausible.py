@@ -225,7 +225,9 @@ def test_pods_with_other_calibration_factors_than_most_are_named_and_their_figur
 
 
 @given(st.lists(st.sampled_from(["", "aaaa", "bbbb", "cccc"]), max_size=20), st.randoms())
-def test_the_pods_with_other_factors_do_not_depend_on_the_order(hashes: list[str], rng: random.Random) -> None:
+def test_the_pods_that_are_named_for_other_factors_do_not_depend_on_the_order_of_pods(
+    hashes: list[str], rng: random.Random
+) -> None:
     pods = [(f"pod-{i:02}", replace(BUSY, factors=factors)) for i, factors in enumerate(hashes)]
     sample = ScrapeLoop().scrape(0, dict(pods))
     assert len(sample.mixed) <= MOST_NAMED
@@ -241,7 +243,7 @@ def test_the_pods_with_other_factors_do_not_depend_on_the_order(hashes: list[str
     lie=st.integers(0, 1_000_000),
     preempted=st.integers(0, 400_000),
 )
-def test_one_of_three_pods_cannot_create_memory_pressure(others: list[int], lie: int, preempted: int) -> None:
+def test_one_lying_pod_of_three_cannot_fake_memory_pressure(others: list[int], lie: int, preempted: int) -> None:
     pages = {str(i): replace(BUSY, waiting=waiting) for i, waiting in enumerate(others)} | {"liar": BUSY}
     fleet = ScrapeLoop()
     fleet.scrape(0, pages)

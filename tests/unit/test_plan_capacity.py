@@ -79,7 +79,7 @@ def test_a_page_of_k4v4_at_head_dim_256_wastes_six_percent_of_a_window_layer():
     assert 1 - stored / layout.page_bytes == pytest.approx(0.06, abs=0.005)
 
 
-def test_a_window_that_begins_inside_a_block_holds_one_block_more():
+def test_a_window_that_begins_inside_a_block_holds_one_block_more_than_an_aligned_one():
     # Blocks of 16 tokens, a window of 1,024, and groups of 1 + 6 layers.
     layout = cache(models.find("gemma-3-4b-it"), "auto", 1)
     assert layout.held(1024) == 64 + 6 * 64

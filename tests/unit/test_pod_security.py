@@ -139,7 +139,7 @@ def test_on_openshift_a_user_in_the_pod_template_is_kept() -> None:
     assert "runAsUser" not in found["spec"]["securityContext"]
 
 
-def test_restricted_refuses_only_the_image_volume_of_a_model_in_an_image() -> None:
+def test_pod_security_restricted_refuses_only_the_image_volume_of_a_model_from_a_registry() -> None:
     found = list(violations(template(spec_with("oci://example.org/models/qwen:1"))))
     assert found == ["volume type image"]
 

@@ -107,7 +107,7 @@ def test_a_pod_without_a_scheduler_message_waits_for_a_volume_if_it_has_a_claim(
     assert words in found.message
 
 
-def test_if_some_nodes_lack_room_and_others_a_volume_free_capacity_may_help() -> None:
+def test_if_some_nodes_lack_a_gpu_and_others_a_volume_the_reason_is_unschedulable() -> None:
     obj = manifest(cache={"weights": {"size": "1Gi"}}, kvCache=FIXED)
     words = "0/2 nodes are available: 1 Insufficient nvidia.com/gpu, 1 node(s) didn't find available persistent volumes"
     waits = services.pod(revision_of(obj, "auto"), ready=False, node=None, ip=None, unschedulable=f"{words} to bind.")
@@ -154,7 +154,7 @@ def test_a_claims_access_mode_changes_the_revision_but_its_size_and_class_do_not
     assert plain != template(weights={"size": "100Gi", "accessMode": "ReadWriteOnce"})
 
 
-def test_pods_that_share_a_disk_run_on_one_node_beside_other_node_rules() -> None:
+def test_pods_that_share_a_disk_run_on_one_node_and_keep_their_other_node_rules() -> None:
     asked = {"weights": {"size": "100Gi", "accessMode": "ReadWriteOnce"}}
     terms = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}]}
     where = {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}}
