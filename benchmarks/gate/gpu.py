@@ -1,15 +1,16 @@
-"""Run whole gates between two engines on one GPU: `python -m benchmarks.gate.gpu --max-model-len 32768`.
+"""Run the accuracy gate between two engines on one GPU: `python -m benchmarks.gate.gpu --max-model-len 32768`.
 
 Two `vllm serve` share the GPU: a 16-bit one and a canary. The program calls the same functions with the same packs and
 settings as the operator: it records the 16-bit answers and their control, measures the canary, and fills the canary's
 context and KV pool. With `--serving`, it probes the canary as the operator probes a serving replica in each period.
 
-* **Time.** Without `--model`, the weights are random and the verdict means nothing. Random weights differ from a real
-  model in two ways. They may fail the canary after a few prompts. So the limits are wider than any damage, and every
-  prompt is sent. And both engines may choose equal tokens everywhere. A real 4-bit cache differs about every tenth
-  token, and each difference costs a request. So the program changes every tenth token of the 16-bit answers.
-* **False alarms.** With `--model`, the operator judges a real model. Each of the `--gates` has other prompts: its seed
-  makes the long texts, and a text that precedes each written prompt.
+* **Time.** Without `--model`, the weights are random and the verdict means nothing. The program makes the run as long
+  as with real weights, in two ways. First, random weights may fail the canary after a few prompts. So the limits are
+  wider than any damage, and every prompt is sent. Second, with random weights both engines may choose the same tokens
+  everywhere. With a real 4-bit cache about every tenth token differs, and each difference costs a request. So the
+  program changes every tenth token of the 16-bit answers.
+* **False alarms.** With `--model`, the weights are real, so a failed gate is a false alarm. Each of the `--gates` has
+  other prompts: a seed of its own determines the long texts, and a text before each written prompt.
 * **Users.** `--users` hold conversations with both engines, and with `--serving` only with the canary. The
   record then also has the latencies of these users between two probes.
 
@@ -60,9 +61,9 @@ UNLIMITED = Allowed(kl=1000.0, disagreement=1.0)
 GIB = 1 << 30
 SERVICE = ServiceKey("default", "gate")
 USUAL_CONTEXT = 16384
-"""Context in tokens that the users' usual conversations fit into. In a shorter context, they are shorter."""
+"""Context in tokens that the users' usual conversations need. With a shorter context, conversations are shorter."""
 ALONE_SECONDS = 60.0
-"""Time before each periodic probe in which users are measured without one."""
+"""Seconds before each periodic probe, in which the latencies of users without a probe are measured."""
 # Roles only, because a model with random weights needs no real template.
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 

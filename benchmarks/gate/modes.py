@@ -1,9 +1,9 @@
-"""Table of failure modes for the gate's detection matrix: how each damages a real engine, after which public report."""
+"""Failure modes of the gate's detection matrix: how each damages a real engine, and the bug report that it imitates."""
 
 from typing import NamedTuple
 
 SHARED = "damaged"
-"""Name of the engine with a 16-bit cache that serves most modes, one after another."""
+"""Name of the 16-bit engine in which most failure modes run, one after another."""
 
 
 DEFAULT, PRESSURE, CONNECTOR = "default", "pressure", "connector"
@@ -90,4 +90,4 @@ MODES = (
 
 DRAFTS = "auto with drafts"
 HEALTHY = ("auto", DRAFTS, "k8v4", "k4v4", "fp8")
-"""Canaries without damage, which the gate must promote. The first word is the dtype."""
+"""Canaries without damage, which the gate must promote. The first word of a name is the dtype."""

@@ -153,7 +153,7 @@ async def dtype(bench: Bench) -> None:
 
 async def rollback(bench: Bench) -> None:
     """Make the same fault as `dtype`, and also kill the operator in each stage of the canary."""
-    # Request a dtype other than that of `dtype`, which the operator may not try again for a while.
+    # The fault `dtype` had k8v4 denied, so the operator would not try it again now. Request another dtype.
     await _refused(bench, "k4v2", [])
 
 

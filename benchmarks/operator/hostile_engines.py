@@ -3,8 +3,9 @@
     python -m benchmarks.operator.hostile_engines good
     python -m benchmarks.operator.hostile_engines hostile
 
-The behaviour of an engine depends on its address, 127.(100 + kind).x.y, where x is at least 128 for a quantized dtype.
-A good engine (kind 0) answers as vLLM does. /stats returns the number of scrapes by address.
+An engine's address, 127.(100 + kind).x.y, determines its behaviour. `KINDS` lists the kinds: 0 is a good engine, which
+answers as vLLM does, and each other kind is hostile in its own way. For an engine with a quantized dtype, x is at least
+128. /stats returns the number of scrapes by address.
 """
 
 import asyncio

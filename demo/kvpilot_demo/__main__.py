@@ -3,8 +3,8 @@
 --keep       leave it running at the end and print kubectl commands to try; Ctrl-C ends it
 --plain      print lines instead of a live screen (default without a terminal)
 --record     write the observations as JSON (the end-to-end test reads them)
---gpu        run with CUDA engines on this machine's GPUs, and with more steps; three engines share fewer GPUs
---cluster    run on the cluster of kubectl's current context, with --image=, --model= and, for no question, --yes
+--gpu        run three CUDA engines on this machine's GPUs (they share GPUs if there are fewer), with more steps
+--cluster    run on the cluster of kubectl's current context, with --image= and --model=; --yes skips the question
 """
 
 import argparse
