@@ -67,7 +67,7 @@ class Side:
     metadata_bytes: int = 0
     """Bytes of scale and zero point per group of elements."""
     group: int | None = None
-    """Elements that share metadata; None means the whole vector."""
+    """Number of elements that share metadata; None means the whole vector."""
 
     @property
     def digits(self) -> int:

@@ -1,4 +1,4 @@
-"""Read fields of untrusted JSON: from operators of other versions, from scripts, or of an empty status.
+"""Read fields of untrusted JSON. An operator of another version or a script may have written it, or it is empty.
 
 If a value is missing or has another type, the functions return None or an empty value, and raise no error. They make
 text printable, because messages quote engines, whose control characters could change the terminal.

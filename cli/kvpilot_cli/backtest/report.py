@@ -16,7 +16,7 @@ HEADER = (
     "whole p95 s", "preemptions", "flips", "scalings", "GPU-h / 1M good",
 )  # fmt: skip
 _HIDDEN = ("TTFT p99 s", "ITL p99 ms", "whole p95 s", "preemptions")
-"""Columns for which a terminal has no room."""
+"""Columns that are left out on a terminal, which has no room for them."""
 
 
 def explained(objective: Objective) -> str:

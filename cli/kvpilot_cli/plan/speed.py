@@ -31,7 +31,7 @@ Llama-3-8B prefilled prompts of 16K tokens at 33,908 tokens/s (docs/benchmarks/h
 """
 
 GATE_PREFILLS, GATE_STEPS, GATE_SEQUENCES = 3, 1000, 2
-"""Prefills of the whole context in a gate, decode steps of all its answers, and long prompts in flight."""
+"""Work of the accuracy gate: prefills of the whole context, decode steps of all answers, and long prompts in flight."""
 
 
 def attention_efficiency(model: Model, dtype: str) -> float | None:

@@ -32,7 +32,7 @@ def speculation(arguments: Arguments) -> dict[str, str]:
     for option, field in _PARTS.items():
         if (value := arguments.value(option)) is not None:
             found[field] = value
-    if found:  # vLLM also derives the method from the model's name, and accepts other names of methods
+    if found:  # like vLLM, derive a missing method from the model's name, and accept synonyms
         method = found.get("method") or {"ngram": "ngram", "[ngram]": "ngram"}.get(found.get("model", ""))
         method = "mtp" if (method or "").endswith("_mtp") else method
         found["method"] = "ngram" if method == "[ngram]" else method or "draft_model"

@@ -56,7 +56,7 @@ BESIDE_ANY = (
     Switch("dual batch overlap", ("--enable-dbo",), (), "parallel_config.enable_dbo"),
     Switch("dual batch overlap", ("--ubatch-size",), ("0", "1"), "parallel_config.ubatch_size"),
 )  # fmt: skip
-"""Features that none of our dtypes supports."""
+"""Features that no dtype of ours supports, for keys and values or for latents."""
 
 BESIDE_OURS = (
     Switch("offloading by another backend than vLLM's own", ("--kv-offloading-backend",), ("native",)),
@@ -65,7 +65,7 @@ BESIDE_OURS = (
     Switch("pooling", ("--convert",), ("auto", "none")),
     Switch("pooling", ("--pooler-config",)),
 )
-"""Features that our dtypes do not support."""
+"""Features that our dtypes for keys and values do not support. `BESIDE_LATENT` has those for latents."""
 
 BESIDE_LATENT = (
     _SPECULATIVE,

@@ -1,4 +1,4 @@
-"""The KV cache in a service's spec: its dtype, its tiers below the GPU, and the tokens that it keeps."""
+"""The KV cache in a service's spec: its dtype, its recent window, memory pressure, and offloading to host memory."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 

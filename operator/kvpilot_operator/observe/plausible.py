@@ -42,7 +42,7 @@ ENOUGH_TO_COMPARE = 3
 MOST_NAMED = 4
 
 _GAUGES = frozenset({"held", "crowded"})
-"""Contradictions within one page. A page with one of them is left out at once."""
+"""Broken rules that a single page shows, so that even the first page with one of them is ignored."""
 
 # Bounds of KV cache use: at most _HELD in an idle engine, and at least _FAR_FROM_FULL in an engine that preempts.
 _HELD = 0.05

@@ -41,11 +41,11 @@ class SampleRetention:
     far: float = 3600.0
     bucket: float = 12.5
     pressure: float = 300.0
-    """Without a trial, only samples of these last seconds keep their histograms."""
+    """Length in seconds of the newest part of the window. Without a trial, only samples in it keep their histograms."""
     trial: bool = True
     """True while a canary is compared with the stable revision."""
     latencies: bool = False
-    """Keep latency histograms even without a trial, because the spec has latency objectives."""
+    """True to keep latency histograms even without a trial, because the spec has latency objectives."""
 
 
 def retention_of(spec: Spec, *, trial: bool) -> SampleRetention:

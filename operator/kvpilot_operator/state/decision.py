@@ -93,7 +93,7 @@ class ProbeResult(NamedTuple):
 
     request: Request
     outcome: Found | None
-    """None while the probe runs."""
+    """Result of the probe; None while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Objects:
     named: tuple[Reference, ...] = ()
     """Objects that the service must own, and that pods need before they start."""
     removed: Mapping[tuple[str, str], Manifest] = field(default_factory=dict)
-    """Merge patches of `spec` by (kind, name), which remove fields that another manager has set, too."""
+    """Merge patches of `spec` by (kind, name). They remove fields even if another field manager set them, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Decision:
 
     status: Status
     objects: Objects | None = None
-    """None leaves every object as it is."""
+    """Objects to write and to delete; None leaves every object as it is."""
     baseline: Baseline | None = None
     """A captured baseline to store before the status, which names it."""
     probe: Request | None = None
@@ -179,7 +179,7 @@ class Decision:
     ungating: Ungating | None = None
     """Step that removes the readiness gate from the serving Deployment."""
     unanswered: tuple[Unanswered, ...] = ()
-    """Questions that failed. Everything that depends on their answers stays unchanged."""
+    """Questions (parts of the reconcile) that failed. Everything that depends on their answers stays unchanged."""
     figures: Figures = Figures()
     again_seconds: float | None = None
     """Seconds after which to reconcile again, even without an event."""

@@ -104,7 +104,7 @@ class Snapshot:
     probes: ProbePlan = ProbePlan()
     probe_result: ProbeResult | None = None
     unanswered: tuple[Unanswered, ...] = ()
-    """Questions whose observation failed. The fields that they would fill are empty."""
+    """Observations that failed. The fields that they would fill are empty."""
     backed_off: Mapping[str, str] = field(default_factory=dict)
     """Cause of failed scrapes, by name of the pod. These pods are scraped less often."""
 

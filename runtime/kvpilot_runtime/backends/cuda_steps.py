@@ -288,7 +288,7 @@ class CudaBuilder(PackedBuilder):
             for count in powers(rows):
                 self.plan.update(lens[:1], several=Several(starts[:2], owner[:count], most))
                 pages.decode(table[:1], lens[:1], self.plan, query[:count], rings[:1] if shape.recent else None)
-        for most in range(1, self.width + 1):  # capture fixes the grid, so `settle` must run first
+        for most in range(1, self.width + 1):  # `settle` must run before the capture: a CUDA graph fixes the grid
             self.plan.update(lens[:1], several=None if most == 1 else Several(starts[:2], owner[:most], most))
             taken = pages.attend(table[:1], lens[:1], self.plan, rings[:1] if shape.recent else None)
             shape.settle(most, taken)

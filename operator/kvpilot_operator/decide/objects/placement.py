@@ -241,7 +241,8 @@ def _replicas_on_trial(c: Context, stable: Stable) -> Mapping[str, int]:
         kept = {canary.revision: ours.replicas, stable.revision: min(c.replicas, most - others)}
         return {**dict.fromkeys(waits, 0), **kept}
     if reference is not None:
-        # The 16-bit replica that captures the baseline gets the free place first. The canary gets it afterwards.
+        # A trial may add one pod. That is first the 16-bit replica that captures the baseline, and afterwards the
+        # canary.
         one, left = rolling_step(
             counts(s, reference), 1, theirs, total=most, floor=least, both_serve=False, others=ours.replicas
         )
