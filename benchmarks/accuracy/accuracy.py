@@ -75,7 +75,7 @@ class Tally:
     """Comparison of one row (one codec) with the bf16 baseline, one list entry per token.
 
     Attributes:
-        kl: KL divergence of the row from the baseline, in nats x 1000.
+        kl: KL divergence of the row from the baseline, in thousandths of a nat.
         agree: 1 if both have the same most likely token, else 0.
         loss: log-probability of the text's next token in the baseline, minus that in the row, in nats.
         at: position in the sequence.
@@ -120,7 +120,7 @@ class Tally:
             mine += theirs
 
     def summary(self) -> dict[str, Any]:
-        """Return the row: KL divergences (nats x 1000), agreement in percent, change of perplexity in percent."""
+        """Return the row: KL divergences in thousandths of a nat; agreement and change of perplexity in percent."""
         kl, at = torch.cat(self.kl), torch.cat(self.at)
         buckets, start = {}, 0
         for end in BUCKETS:

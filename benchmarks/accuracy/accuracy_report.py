@@ -38,8 +38,8 @@ The control compares two runs of the model in bf16, with different attention ker
 * *Bits*: mean bits of one number of a key or value, for heads of 128 elements (most models) and of {head_dim} (this
   model). They include scales, zero points, the recent window's pages and tokens kept in 16 bits, spread over a context
   of 4,096 tokens. Rivals with one scale for each vector need more bits for short vectors.
-* *KL*: KL divergence of the next token's distribution in nats x 1000 (millinats): mean with standard error, and 99th
-  percentile.
+* *KL*: KL divergence of the next token's distribution in millinats (thousandths of a nat): mean with standard error,
+  and 99th percentile.
 * *Top-1*: share of positions at which the most likely token is the same.
 * *PPL*: change of perplexity.
 """

@@ -14,8 +14,8 @@ float16 and float32, the engine's damage is 0.94 to 1.02 times the simulation's.
 vLLM serves SmolLM2-135M with its real weights, and gets the table's texts one token at a time. So every position is a
 decode step over pages and rings, as for a user's tokens.
 
-* *KL in the engine* (nats x 1000): KL divergence between an engine with the row's KV cache and one with an unquantized
-  KV cache, over the whole vocabulary.
+* *KL in the engine* (thousandths of a nat): KL divergence between an engine with the row's KV cache and one with an
+  unquantized KV cache, over the whole vocabulary.
 * *KL by the model*: KL divergence by the table's simulation, for the same tokens.
 * *p99 KL*, *top-1*: 99th percentile of the KL in the engine, and share of positions with the same most likely token.
 * The part of a row's name after `+w` is the recent window in tokens. `+self`: the engine calibrated itself at start.

@@ -17,7 +17,7 @@ INTRODUCTION = """\
 # Do other requests in the batch change an answer?
 
 This page shows how much an engine's answers depend on the other requests that it serves. **On a random model, a full
-batch changes answers of `k4v4` by a KL divergence of 2.1 nats x 1000, and answers of a 16-bit cache by 0.7.**
+batch changes answers of `k4v4` by a KL divergence of 2.1 millinats, and answers of a 16-bit cache by 0.7.**
 
 ```sh
 python -m benchmarks.accuracy.gpu_equality
@@ -38,8 +38,8 @@ chunk size changes which tokens attention reads quantized, and with them the ans
 pages" attend to their own tokens in pages, too.
 
 *Tokens equal* counts an answer's tokens up to its first difference. *Top-1* is the share of positions with the same
-most likely token. Differences of log-probabilities and the KL divergence (nats x 1000) cover the 20 most likely tokens,
-and also the first different position.
+most likely token. Differences of log-probabilities and the KL divergence (thousandths of a nat) cover the 20 most
+likely tokens, and also the first different position.
 """
 
 

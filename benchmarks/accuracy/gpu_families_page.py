@@ -25,9 +25,9 @@ INTRODUCTION = """\
 This page shows which model families and features of vLLM gave right answers with `k4v4` on H100s. **All of them did.**
 The models are small and have random weights, answers are greedy, and speed was not measured.
 
-A figure is a *distance* between two sources of predictions: the mean KL divergence in nats x 1000 (millinats) over the
-20 most likely tokens. Distances from plain transformers cover all tokens of all answers. Distances between two engines
-cover each answer up to its first difference. Engines run in one of two ways:
+A figure is a *distance* between two sources of predictions: the mean KL divergence in millinats (thousandths of a nat)
+over the 20 most likely tokens. Distances from plain transformers cover all tokens of all answers. Distances between two
+engines cover each answer up to its first difference. Engines run in one of two ways:
 
 * *crowd*: many prompts at once, with CUDA graphs, prefix caching, chunked prompts and a small KV cache;
 * *alone*: one prompt at a time, eager, without prefix caching.
@@ -59,7 +59,7 @@ TITLES = {"families": "Families", "options": "Features of vLLM", "options-2": "O
 
 
 def number(value: float) -> str:
-    """Return a KL divergence, given in nats, as text in nats x 1000."""
+    """Return a KL divergence, given in nats, as text in thousandths of a nat."""
     if math.isnan(value):
         return "-"
     return f"{1e3 * value:,.1f}" if value < 1 else f"{1e3 * value:,.0f}"
@@ -86,7 +86,7 @@ def table(rows: Rows) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """Return a figure of a feature as text. Numbers with a fraction are nats, shown as nats x 1000."""
+    """Return a figure of a feature as text. Numbers with a fraction are nats, and are shown in thousandths of a nat."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {shown(one)}" for name, one in value.items())
     return number(value) if isinstance(value, float) else str(value)

@@ -112,8 +112,8 @@ def table(facts: dict[str, Any]) -> str:
         "Each user sends a request of 400 prompt tokens as soon as the last answer, of 33 to 96 tokens, has arrived. "
         f"Throughput is measured for {SECONDS:.0f} s, after {WARM_SECONDS:.0f} s to warm up.",
         "The last three columns are the damage by the operator's probe (packs general and multi-turn): KL divergence "
-        "from `auto` in nats x 1000, its 99th percentile, and the share of positions with the same most likely token. "
-        "The row of `auto` compares `auto` with itself. Raw: [cpu-backend.json](cpu-backend.json).",
+        "from `auto` in thousandths of a nat, its 99th percentile, and the share of positions with the same most "
+        "likely token. The row of `auto` compares `auto` with itself. Raw: [cpu-backend.json](cpu-backend.json).",
     )
     lines = [
         "# Speed of the CPU backend beside vLLM's own",

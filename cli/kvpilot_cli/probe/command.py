@@ -109,7 +109,7 @@ def _parser() -> _Parser:
             "max-excess-kl-millinats",
             _WHOLE,
             accuracy.max_excess_kl_millinats,
-            "allowed mean KL divergence beyond the noise, in nats x 1000",
+            "allowed mean KL divergence beyond the noise, in thousandths of a nat",
         ),
         ("min-top1-agreement-percent", _PERCENT, accuracy.min_top1_agreement_percent, "least share of equal tokens"),
         ("tokens", answer, session.DEFAULT_TOKENS, "tokens of each answer"),
