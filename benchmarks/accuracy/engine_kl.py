@@ -113,7 +113,7 @@ def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[
 
 
 def unlike(probe: Probe, found: dict[str, Any], texts: list[Sequence], hit: int) -> float:
-    """Return the largest difference between an engine's own log-probabilities and those that its states give, in nats.
+    """Return the largest difference, in nats, of an engine's log-probabilities from those of its recorded states.
 
     Leave out the first `hit` tokens of each text. A small difference shows that the recorded states are right.
     """

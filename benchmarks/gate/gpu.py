@@ -97,7 +97,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Pair:
-    """A 16-bit engine and a canary that serve, with the users of the canary."""
+    """Two running engines, a 16-bit one and a canary, and the users of the canary."""
 
     def __init__(self, args: argparse.Namespace, record: Record, stable: str, canary: str) -> None:
         self.args, self.record, self.stable, self.canary = args, record, stable, canary
@@ -218,7 +218,10 @@ def different(kept: Baseline, every: int) -> Baseline:
 
 
 def conversation(context: int) -> Load:
-    """Return conversations that fit into a context of `context` tokens, with pauses that are shorter likewise."""
+    """Return the usual conversations.
+
+    If `context` is too short for them, scale down their lengths and pauses equally.
+    """
     usual, share = Load(), min(1.0, context / USUAL_CONTEXT)
     history, asked, answered = (int(share * count) for count in (usual.history, usual.asked, usual.answered))
     return Load(history, asked, answered, usual.turns, share * usual.thought)

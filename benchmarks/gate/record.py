@@ -37,7 +37,7 @@ class Record:
 
     @contextmanager
     def stage(self, into: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
-        """Time a block, and yield the dictionary of its figures, which `into` then has under `name`."""
+        """Time the `with` block, and yield a dictionary for its figures, which is stored as `into[name]`."""
         row: dict[str, Any] = {}
         into[name] = row
         began = time.monotonic()
@@ -59,7 +59,7 @@ class Record:
 def figures(found: Measurement, kept: Baseline, judged: Judgement) -> dict[str, Any]:
     """Return the verdict, and the damage of all prompts and of each bucket. Damage is KL divergence in millinats.
 
-    `bounds` is the interval of 95% around the excess, from the spread between prompts.
+    `bounds` is the 95% confidence interval of the damage, from the spread between prompts.
     """
     assert kept.control is not None  # noqa: S101 - `_measured` has added it
     noise, excess = kept.control.mean_kl_micronats, found.mean_kl_micronats - kept.control.mean_kl_micronats

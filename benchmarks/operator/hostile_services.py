@@ -85,7 +85,7 @@ class HostileServices:
         return True
 
     async def provoke(self) -> None:
-        """Act as the owners forever: edit megabytes, and start canaries of engines that hang or lie."""
+        """Act as the owners forever: write megabytes into specs, and start canaries of engines that hang or lie."""
         canaries = [key for key in self._keys if key[0] in ("team-objects", "team-probe-hang")]
         for key in canaries:
             await self._try(self._cluster.merge(Ref(API_VERSION, KIND, *key), {"spec": {"kvCache": {"dtype": "k8v4"}}}))

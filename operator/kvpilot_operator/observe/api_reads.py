@@ -123,7 +123,10 @@ def _nodes_of(pods: Sequence[PodView]) -> list[str]:
 
 
 def not_served(spec: Spec | None, groups: bool) -> tuple[Fault, ...]:
-    """Return faults of a spec that this API server cannot fulfil. `groups` is True if it serves LeaderWorkerSets."""
+    """Return the faults of a spec that needs a kind which the API server lacks.
+
+    `groups` is True if the API server has LeaderWorkerSets.
+    """
     if spec is None or spec.engine.nodes == 1 or groups:
         return ()
     text = (

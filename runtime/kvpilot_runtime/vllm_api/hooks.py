@@ -141,7 +141,7 @@ def around_kv_cache(before: Callable[[Any], None], after: Callable[[Any], None])
 
 
 def around_connectors(ours: Callable[[Any], Any]) -> None:
-    """Let `ours` choose a connector's class by vLLM's configuration. If it returns None, vLLM chooses."""
+    """Let `ours` choose a connector's class from vLLM's configuration. If it returns None, vLLM chooses."""
 
     def create_connector(stock: Any, cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         chosen = ours(config)
@@ -152,7 +152,7 @@ def around_connectors(ours: Callable[[Any], Any]) -> None:
 
 
 def around_layout(ours: Callable[[Any], str | None]) -> None:
-    """Let `ours` choose the KV cache's layout by vLLM's configuration. If it returns None, vLLM's connector chooses."""
+    """Let `ours` choose the KV cache's layout from vLLM's configuration. If it returns None, vLLM's connector does."""
 
     def get_kv_connector_cache_layout(stock: Any, vllm_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         return (vllm_config and ours(vllm_config)) or stock(vllm_config, *args, **kwargs)

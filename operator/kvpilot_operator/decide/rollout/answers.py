@@ -58,7 +58,7 @@ def differing(stable: Sequence[Sample], canary: Sequence[Sample], start: datetim
 
 
 def bet(wealth: float, n: int, far_off: bool) -> float:
-    """Return the `wealth` of a sequential bet after slice `n`, counted from 1. It grows if the slice is `far_off`."""
+    """Return the wealth of a bet after slice `n` (counted from 1), from its wealth before. It grows if `far_off`."""
     return (wealth + 1 / (n * (n + 1))) * (1 + STAKE if far_off else 1 - STAKE)
 
 
