@@ -38,7 +38,7 @@ def methods(text: str) -> list[str]:
     """Parse the value of `--drafters`, a list of methods of speculation."""
     found = text.split(",")
     if found != [MTP] and not set(found) <= set(DRAFTERS):
-        raise argparse.ArgumentTypeError(f"{text!r} is not some of {', '.join(DRAFTERS)}, or {MTP} alone")
+        raise argparse.ArgumentTypeError(f"{text!r}: give some of {', '.join(DRAFTERS)}, or only {MTP}")
     return found
 
 

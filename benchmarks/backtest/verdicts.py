@@ -13,8 +13,8 @@ _WORDS = {"ahead": "ahead of", "equal": "equal to", "behind": "behind"}
 SERVED_PERCENT = 99.0
 """Smallest percentage of good requests with which a policy counts as able to serve the load."""
 RULE = (
-    f"A load is served from {SERVED_PERCENT:g}% good requests on; among policies that serve it, fewer GPU-hours for a "
-    "million good requests are ahead."
+    f"A policy serves a load if at least {SERVED_PERCENT:g}% of the requests are good. Of policies that do so, the one "
+    "with fewer GPU-hours for a million good requests is ahead."
 )
 
 

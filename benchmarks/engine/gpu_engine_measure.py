@@ -122,7 +122,7 @@ def mixed_case(driver: Driver, job: Job, step: int) -> dict[str, Any]:
     The beginnings of all these prompts are in the prefix cache.
     """
     if not SHORTS * SHORT < step < job.chunked:
-        raise DriveError(f"steps have {step:,} new tokens: give more than {SHORTS * SHORT:,}, and a longer --chunked")
+        raise DriveError(f"steps of {step:,} new tokens: give more than {SHORTS * SHORT:,}, and fewer than --chunked")
     fills = []
     for repeat in range(job.repeats):
         short = [prompt(f"short/{repeat}/{i}", 2 * SHORT, job.vocab) for i in range(SHORTS)]

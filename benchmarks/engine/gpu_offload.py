@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
         "--gpu-tokens", type=int, default=65536, help="number of tokens of the GPU's cache (default: %(default)s)"
     )
     parser.add_argument("--equal", choices=("tokens", "bytes"), default="tokens",
-                        help="what the caches of all dtypes have equally many of (default: %(default)s)")  # fmt: skip
+                        help="property in which the GPU caches of all dtypes agree (default: tokens)")  # fmt: skip
     parser.add_argument("--host-gib", type=float, default=8.5, help="host memory of the tier (default: %(default)s)")
     parser.add_argument("--working-set", type=float, default=4.0,
                         help="tokens of all histories in multiples of --gpu-tokens (default: %(default)s)")  # fmt: skip

@@ -145,7 +145,7 @@ class Devices:
 
         Args:
             count: number of devices.
-            gpus: number of GPUs; 0 if devices are only claimed.
+            gpus: number of GPUs; 0 if the machine has none and the node only pretends.
             pods: folder of the pods' folders.
         """
         self._all = [str(index) for index in range(count)]

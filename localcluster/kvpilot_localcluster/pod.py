@@ -146,7 +146,7 @@ class PodWorker:
 
     def _complain(self, work: asyncio.Task[None]) -> None:
         if not work.cancelled() and (error := work.exception()) is not None:
-            log.error("%s: the pod is no longer looked after", self._path, exc_info=error)
+            log.error("%s: an error has ended the work on this pod", self._path, exc_info=error)
 
     async def _tell(self, reason: str, message: str) -> None:
         """Create an Event about the pod, as a kubelet would. Each message is sent only once."""

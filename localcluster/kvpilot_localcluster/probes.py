@@ -54,7 +54,7 @@ async def act(handler: Handler, target: Target) -> str:
             return ""
     except (OSError, aiohttp.ClientError) as error:
         return str(error) or type(error).__name__
-    return f"an action of the kind {sorted(set(handler) & {'grpc'}) or '?'} is not one that this node knows"
+    return f"this node does not support {'grpc' if 'grpc' in handler else 'the action'}: use httpGet, tcpSocket or exec"
 
 
 async def _http(get: Mapping[str, Any], target: Target) -> str:

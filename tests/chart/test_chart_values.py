@@ -158,7 +158,7 @@ def test_the_operator_reads_its_sidecars_certificates_and_no_traffic_is_intercep
 
 
 def parent_of(chart, folder, **dependency):
-    """Return a chart that depends on this one."""
+    """Return a chart that has kvpilot's chart as a dependency."""
     about = {"apiVersion": "v2", "name": "platform", "version": "1.0.0"}
     needed = {"name": "kvpilot", "version": "0.1.0", "repository": f"file://{chart}", **dependency}
     folder.mkdir()

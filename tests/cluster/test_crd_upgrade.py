@@ -116,7 +116,7 @@ def defined(cluster: LocalCluster) -> Iterator[Defined]:
 
 
 def auto_by_default(definition: Json) -> None:
-    """Return the old CRD, in which Auto was the default mode."""
+    """Change the CRD to an old one, in which Auto was the default mode."""
     spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     mode = spec["properties"]["kvCache"]["properties"]["mode"]
     assert mode["default"] == "Recommend"
@@ -215,7 +215,7 @@ def beside(defined: Defined, stored: str) -> Json:
 
 
 def without_alpha(definition: Json) -> None:
-    """Return the CRD with v1beta1 alone."""
+    """Change the CRD to one that has only v1beta1."""
     with_successor(definition, stored=BETA)
     del definition["spec"]["versions"][0]
 

@@ -18,7 +18,7 @@ SECONDS = 600
 
 @pytest.fixture(scope="module")
 def groups(cluster: LocalCluster) -> Iterator[None]:
-    """Install the kind without its controller."""
+    """Install the CRD of LeaderWorkerSet without its controller."""
     define(cluster.rest, [LEADER_WORKER_SET_CRD])
     yield
     undefine(cluster.rest, LEADER_WORKER_SET_CRD)

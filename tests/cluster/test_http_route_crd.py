@@ -22,7 +22,7 @@ RULES = ({"backendRefs": [{"name": KEY.name, "port": 80}]},)
 
 @pytest.fixture(scope="module")
 def server(cluster: LocalCluster) -> Iterator[Rest]:
-    """Yield the API server with the CRD."""
+    """Yield the API server with the CRD of HTTPRoute."""
     rest = cluster.rest
     define(rest, [ROUTE_CRD])
     yield rest

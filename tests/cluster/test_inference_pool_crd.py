@@ -35,7 +35,7 @@ OTHER = {"name": "other-epp", "port": {"number": 9003}, "failureMode": "FailOpen
 
 @pytest.fixture(scope="module")
 def server(cluster: LocalCluster) -> Iterator[Rest]:
-    """Yield the API server with the CRD."""
+    """Yield the API server with the CRD of InferencePool."""
     rest = cluster.rest
     define(rest, [POOL_CRD])
     yield rest

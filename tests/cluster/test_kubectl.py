@@ -26,7 +26,7 @@ BAD = "int4_per_token_head"
 
 
 def kvpilot(kubeconfig: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """Run it as a user would, with KUBECONFIG."""
+    """Run kubectl-kvpilot as a user would, with KUBECONFIG."""
     env = {**os.environ, "KUBECONFIG": str(kubeconfig)}
     return subprocess.run([PROGRAM, *argv], capture_output=True, text=True, check=False, env=env, timeout=600)
 
@@ -40,20 +40,20 @@ class World:
     status: Json = field(default_factory=dict)
 
     def run(self, *argv: str) -> str:
-        """Return its stdout. Check that it succeeds with an empty stderr."""
+        """Return the stdout of a command. Check that the command succeeds with an empty stderr."""
         done = kvpilot(self.plane.kubeconfig, *argv, "-n", "models")
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
         return done.stdout
 
     def refused(self, *argv: str, kubeconfig: Path | None = None) -> str:
-        """Return the only line on stderr."""
+        """Return the only line that a failing command prints on stderr."""
         done = kvpilot(kubeconfig or self.plane.kubeconfig, *argv)
         assert (done.returncode, done.stdout) == (1, "")
         (line,) = done.stderr.splitlines()
         return line
 
     def service(self) -> Json:
-        """Return the object in the API server."""
+        """Return the service as the API server has it."""
         return self.plane.rest.get(f"{SERVICES}/chat")
 
 

@@ -21,7 +21,7 @@ SETS = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/default/leaderworkersets"
 
 @pytest.fixture(scope="module")
 def server(cluster: LocalCluster) -> Iterator[Rest]:
-    """Yield the API server with the CRD."""
+    """Yield the API server with the CRD of LeaderWorkerSet."""
     rest = cluster.rest
     define(rest, [LEADER_WORKER_SET_CRD])
     yield rest

@@ -15,7 +15,10 @@ SECONDS = 600
 
 @pytest.fixture(scope="module", autouse=True)
 def waiting(cluster: LocalCluster, operator: Operator) -> str:
-    """Create a service whose pod waits for a volume. Another test reads the condition that says so after a minute."""
+    """Create a service whose pod waits for a volume.
+
+    A later test reads the condition that reports this after a minute.
+    """
     rest, namespace = cluster.rest, "waiting"
     rest.create("/api/v1/namespaces", {"metadata": {"name": namespace}})
     rest.create(

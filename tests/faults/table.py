@@ -38,7 +38,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def write(lines: list[dict[str, Any]]) -> None:
-    """Replace the table of the page."""
+    """Replace the table in the page of measurements."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     PAGE.write_text(f"{before}{BEGIN}\n{table(lines)}\n{END}{after}")

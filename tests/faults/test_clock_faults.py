@@ -23,7 +23,7 @@ class Clock:
         self.set(0)
 
     def set(self, seconds: int) -> None:
-        """Run this many seconds ahead of the machine."""
+        """Set the clock this many seconds ahead of the machine's clock."""
         self._file.write_text(f"{seconds:+d}\n")
 
     @property

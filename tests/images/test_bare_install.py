@@ -29,7 +29,7 @@ LACKING = {
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the programs of an environment with only kvpilot and its dependencies. Cached files need no index."""
+    """Return the programs of an environment with only kvpilot and its dependencies. Prefer cached packages."""
     env = tmp_path_factory.mktemp("bare") / "env"
     uv = subprocess.run([ROOT / "scripts/uv.sh"], capture_output=True, text=True, check=True).stdout.strip()
     cache = Path(os.environ.get("KVPILOT_CACHE") or Path.home() / ".cache/kvpilot") / "uv"

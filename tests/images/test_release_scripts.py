@@ -47,7 +47,7 @@ def vulnerabilities(of: str, status: int) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def small_env(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make the environment that builds the wheel, which is quick."""
+    """Make the environment that builds the wheel. It is small, so this is quick."""
     folder = tmp_path_factory.mktemp("small") / "env"
     subprocess.run([ROOT / "scripts/locked.sh", folder, ROOT / "docker/build.lock"], check=True, capture_output=True)
     return folder

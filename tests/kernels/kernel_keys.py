@@ -38,7 +38,7 @@ def functions() -> dict[str, JITCallable]:
 
 
 def unseen(function: JITCallable) -> list[str]:
-    """Return the names that a function reads, but whose values are in no key."""
+    """Return the names that a function reads, but whose values are not part of its cache key."""
     nodes, scope = list(ast.walk(function.parse())), function.get_capture_scope()
     own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
@@ -50,7 +50,7 @@ def unseen(function: JITCallable) -> list[str]:
 
 
 def _record(value: Any) -> bool:
-    """Return True for a NamedTuple without defaults. Keywords that make one are part of the function's text."""
+    """Return True for a NamedTuple without defaults. Its fields are given where it is made, in the function's text."""
     return isinstance(value, type) and issubclass(value, tuple) and getattr(value, "_field_defaults", None) == {}
 
 

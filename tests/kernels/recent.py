@@ -73,7 +73,10 @@ class Sequences:
         return ring_slots(at, torch.full_like(at, end), rows, self.recent + self.drafts, self.ring_tokens)
 
     def store(self, sequence: int, begin: int, end: int, ring: bool = True) -> None:
-        """Store tokens [begin, end) in one step. Without `ring`, act like an earlier owner of these pages."""
+        """Store tokens [begin, end) in one step.
+
+        Without `ring`, store them only in pages, as if for an earlier request.
+        """
         ring_slots = self.ring_slots(sequence, begin, end)
         if not ring:
             ring_slots = torch.full_like(ring_slots, -1)

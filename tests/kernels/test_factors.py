@@ -166,7 +166,7 @@ def observed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale:
 def told_by_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, recent: int, scale: float, softcap: float, window: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return g^2 of one head's keys [tokens, D] and values [tokens], computed directly from the formula."""
+    """Return squared gradients of one head's keys [tokens, D] and values [tokens], directly from the formula."""
     for_key, for_value = torch.zeros_like(key), torch.zeros(len(key), dtype=key.dtype)
     for i in range(len(query)):
         first = max(0, i - window + 1)

@@ -13,7 +13,7 @@ from support.gpu_batch import CPU, Batch, generator, poisoned
 
 @pytest.fixture(params=[("k8v2", 8, 2), ("k2v4", 2, 4)], ids=lambda row: row[0])
 def new(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> formats.Format:
-    """Return the format of an extra row in the table."""
+    """Return a format that is added to the table of formats for this test."""
     row = formats.own(*request.param)
     monkeypatch.setitem(formats.FORMATS, row.name, row)
     return row

@@ -86,7 +86,7 @@ def test_every_metric_and_label_in_a_query_exists(where, expression, existing):
 
 
 def words(label: str) -> set[str]:
-    """Return all values of a label of `kvpilot_condition` that queries select."""
+    """Return all values of this label of `kvpilot_condition` for which a query asks."""
     return {
         word
         for _, expression in EXPRESSIONS

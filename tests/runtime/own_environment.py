@@ -39,7 +39,7 @@ class Told:
 
 
 def serve(waits: str = "", **environment: str) -> Told:
-    """Start one such process, and return its report."""
+    """Start a process that sets up its own environment variables, and return its report."""
     return Told(**ask("own_environment", Asked(waits), **environment))
 
 

@@ -113,7 +113,7 @@ class Pair:
         return self.serve(self.prefill, prompts, [LEAVE] * len(prompts), [])
 
     def come(self, prompts: list[list[int]], left: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the other engine's answers."""
+        """Return the decoding engine's answers to prompts whose pages the prefilling engine has `left`."""
         return self.serve(self.decode, prompts, [one["params"] for one in left], left)
 
     def assert_answers(self) -> None:

@@ -27,7 +27,7 @@ PAUSE_SECONDS = 0.2
 
 
 class Witness:
-    """Reader of the API server: the pod behind an address, and the revisions that may get requests."""
+    """Reader of the API server. It finds the pod behind an address, and tells which revisions may get requests."""
 
     def __init__(self, world: FaultyWorld, name: str) -> None:
         self._world, self._name = world, name

@@ -51,7 +51,7 @@ class ServingFleet(ModelCluster):
         raise AssertionError(f"not seen in {ticks} ticks; runs: {self.runs}, status: {self.status.get('accuracy')}")
 
     def run_on(self, count: int) -> Decision:
-        """Tick until `count` more runs are recorded."""
+        """Tick until `count` more probe runs are recorded."""
         for _ in range(count):
             before = self.accuracy.checked_time
             decision = self.until(lambda d, before=before: d.status.accuracy.checked_time != before)

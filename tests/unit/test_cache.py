@@ -156,7 +156,7 @@ class Server:
 
 
 async def reflected(server: Server, seen: Seen) -> None:
-    """Run until the server's scripts are played."""
+    """Run a reflector until the server has played all its scripts."""
     task = asyncio.create_task(Reflector(server, "v1", "Thing", "", "", seen.store).run())  # type: ignore[arg-type]
     watches = len(server.scripts) + 1
     async with asyncio.timeout(60):

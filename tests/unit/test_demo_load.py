@@ -17,7 +17,10 @@ TOKENS = 4
 
 @asynccontextmanager
 async def engine(handler: Handler) -> AsyncIterator[tuple[str, list[int]]]:
-    """Serve completions by `handler` on persistent connections. Yield address and requests of each connection."""
+    """Serve completions by `handler` on persistent connections.
+
+    Yield the address, and a list of the requests per connection.
+    """
     per_connection: list[int] = []
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -5,7 +5,10 @@ from support.derived_manifests import Wrong, derived, leaves, service_with
 
 
 def told(case: Wrong, message: str) -> bool:
-    """Return True if a message has a remedy and the value. Secrets, values in maps and non-scalars are exempt."""
+    """Return True if a message has a remedy and the value.
+
+    A secret, a value in a map or a non-scalar may be missing.
+    """
     scalar = isinstance(case.value, (str, int)) and not isinstance(case.value, bool) and not case.field.endswith(".a")
     shown = repr(case.value)[:90] if scalar else ""
     remedy = "set " if case.keyword == "required" else "use a value"

@@ -117,7 +117,7 @@ def test_the_kserve_canary_has_no_traffic_while_the_job_compares_both_revisions(
 
 
 def hook() -> dict[str, Any]:
-    """Send Flagger's webhook."""
+    """Return the webhook of the Canary in flagger.yaml."""
     canary = documents("flagger.yaml")["Canary"]
     assert canary["apiVersion"] == "flagger.app/v1beta1"
     (found,) = canary["spec"]["analysis"]["webhooks"]

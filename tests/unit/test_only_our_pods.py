@@ -49,7 +49,7 @@ def test_a_pod_with_our_labels_and_another_owner_is_not(stranger: dict[str, Any]
 
 @asynccontextmanager
 async def listening(elsewhere: str = "") -> AsyncIterator[Server]:
-    """Serve a page without metrics, or send everyone to `elsewhere`."""
+    """Serve a page without metrics, or redirect every request to the server `elsewhere`."""
 
     async def answer(request: web.Request) -> web.Response:
         if elsewhere:

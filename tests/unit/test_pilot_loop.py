@@ -197,7 +197,7 @@ class Rolling(World):
         return found.message if found is not None else ""
 
     def promote(self, name: str) -> None:
-        """End a trial: the new image serves."""
+        """Promote the canary, so that the new image serves."""
         status = self.statuses[name]
         assert status.stable is not None
         assert status.canary is not None

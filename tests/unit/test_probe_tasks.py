@@ -116,7 +116,7 @@ def test_the_agents_context_grows_to_tens_of_thousands_of_tokens() -> None:
 
 
 def speaking(right: bool, facts: str = FACTS) -> Handler:
-    """Return an engine that refunds order 4711 if `right`, or else answers with `facts`."""
+    """Return an engine that answers with the right tool call (a refund of order 4711) if `right`, else with `facts`."""
 
     async def handler(_path: str, body: Body, writer: Writer) -> None:
         respond(writer, b"")

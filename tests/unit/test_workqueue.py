@@ -46,7 +46,7 @@ class Log:
 
 
 def queue_of(log: Callable[[ServiceKey], Awaitable[float | None]]) -> WorkQueue:
-    """Work queue of services that all exist and have records."""
+    """Return a work queue of services that all exist and have records."""
     known: dict[ServiceKey, Attempts] = {}
     return WorkQueue(log, lambda one: known.setdefault(one, Attempts()))
 

@@ -23,8 +23,8 @@ def explained(objective: Objective) -> str:
     """Return a text that explains the columns of the table."""
     return (
         f"A good request has its first token within {objective.ttft:g} s and on average at most "
-        f"{objective.itl * 1000:g} ms between two tokens. Lost requests timed out, or would have followed one that "
-        "did."
+        f"{objective.itl * 1000:g} ms between two tokens. A request is lost if it times out, or if it would "
+        "follow a lost one."
     )
 
 

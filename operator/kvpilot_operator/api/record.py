@@ -93,7 +93,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=253, pattern=f"^{NAME}$")]
 Key = Annotated[str, Meta(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._-]+$")]
 """Key of a Secret or ConfigMap."""
 Quantity = Annotated[str, Meta(max_length=32, pattern=r"^[0-9]+([.][0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$")]
-"""Quantity of a resource."""
+"""Quantity of a resource as Kubernetes writes it, such as 500m or 2Gi."""
 Percent = Annotated[int, Meta(ge=0, le=100)]
 Thousand = Annotated[int, Meta(ge=0, le=1000)]
 Count = Annotated[int, Meta(ge=0)]

@@ -50,8 +50,8 @@ RULES_OF_SERVICE = (
         ".kvCache.startDtype",
         "!has(self.kvCache.startDtype) || "
         "(self.kvCache.mode != 'Fixed' && self.kvCache.ladder.exists(step, step == self.kvCache.startDtype))",
-        "kvCache.startDtype {self.kvCache.startDtype} is a step of kvCache.ladder that modes Auto and Recommend start "
-        "with: add it to the ladder, or remove startDtype; with mode Fixed set dtype instead",
+        "kvCache.startDtype {self.kvCache.startDtype} must be a step of kvCache.ladder, and mode must be Auto or "
+        "Recommend: add it to the ladder, or remove startDtype; with mode Fixed set dtype instead",
     ),
     *(
         Rule(

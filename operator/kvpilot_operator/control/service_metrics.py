@@ -74,7 +74,7 @@ FAMILIES = (
     Family("kvpilot_decisions", "Decisions that were written to status.decisions.", ("action", "reason"), counts=True),
     Family(
         "kvpilot_unanswered_questions",
-        "Parts of reconciles that an unexpected error left undecided. The other parts were decided.",
+        "Parts of reconciles (label `question`) that decided nothing because of an unexpected error.",
         ("question",),
         counts=True,
     ),

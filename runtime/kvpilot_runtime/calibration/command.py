@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> Path:
     model, prompts, length, tokens = options.model, options.prompts, options.length, options.tokens
     device = options.device
     if length < 2 or tokens < length:
-        raise CalibrateError(f"--length {length} and --tokens {tokens} leave no sequence; use at least 2 and --length")
+        raise CalibrateError(f"--length {length}, --tokens {tokens}: use at least 2, and at least --length tokens")
     try:
         facts = factors_file.ModelFacts.read(model)
     except (OSError, ValueError) as error:

@@ -67,8 +67,8 @@ def _written(draft: D, lines: Mapping[ConditionType, Line]) -> D:
     if draft.unanswered:
         named = ", ".join(dict.fromkeys(map(str, draft.unanswered)))
         text = (
-            f"not answered: {named}. Whatever these questions decide stays unchanged; all other work continues. The "
-            "operator's log has details. If the API server did not cause the error, please report it"
+            f"these parts of the reconcile failed: {named}. What they decide stays unchanged; other work continues. "
+            "The operator's log has details. If the API server did not cause the error, please report it"
         )
         of_spec = lines[ConditionType.STALLED] if draft.snapshot.spec is None else None
         if of_spec is not None and of_spec.status == "True":

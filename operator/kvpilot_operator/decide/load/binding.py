@@ -64,7 +64,7 @@ def what_binds(
         return WorkloadKind.WARMING, f"{memory}: the cache is full on average, but not in nine of ten scrapes"
     if queue and seen.queued >= SHARE * seen.count:
         if not sustained:
-            return WorkloadKind.WARMING, f"{memory}: requests wait beside a cache with free pages, not long enough yet"
+            return WorkloadKind.WARMING, f"{memory}: requests wait although pages are free, but not long enough yet"
         if seen.mostly_prompts or seen.always_prompts:
             return WorkloadKind.PREFILL_BOUND, f"{memory}; {_prompts(seen)}: prompts are the limit, not memory"
         batch = f"{seen.running / seen.pods:.1f} requests run on a replica"
