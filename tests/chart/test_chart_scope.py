@@ -98,7 +98,7 @@ def test_without_helm_the_rights_pass_to_the_last_operator_and_two_never_hold_th
     releases.remove("one")
 
 
-def test_an_operator_that_helm_did_not_install_is_seen_too(releases):
+def test_helm_refuses_a_second_operator_beside_one_that_it_did_not_install(releases):
     releases.apply("team-b")
     with pytest.raises(HelmRefused, match="an operator that Helm did not install manages every namespace already"):
         releases.put("two")

@@ -97,7 +97,7 @@ async def test_an_account_with_the_right_reads_metrics(plane: ControlPlane, port
     assert (status, "kvpilot_leader 1.0" in page) == (200, True)
 
 
-async def test_an_account_without_the_right_is_told_which_one_it_lacks(plane: ControlPlane, port: int) -> None:
+async def test_an_account_without_the_right_gets_403_and_the_name_of_the_right(plane: ControlPlane, port: int) -> None:
     status, text = await get(port, "/metrics", f"Bearer {token(plane, 'tenant')}")
     assert status == 403
     assert "system:serviceaccount:default:tenant may not get /metrics" in text

@@ -200,7 +200,7 @@ def test_an_hpa_on_running_and_waiting_requests_scales_a_service_during_a_canary
     _operator_wrote_no_number(world, name)
 
 
-def test_an_hpa_on_kvpilots_recommendation_carries_it_out(world: World) -> None:
+def test_an_hpa_scales_to_the_number_of_replicas_that_kvpilot_recommends(world: World) -> None:
     quick = {**QUICK, "scaling": {"mode": "External", "maxReplicas": 6, "scaleDownStabilizationSeconds": 10}}
     name = world.apply_example("hpa-external.yaml", **quick)
     world.load[name] = {"usage": 0.97, "running": 30, "waiting": 20}

@@ -78,7 +78,7 @@ async def test_two_services_of_one_name_in_two_namespaces_are_both_served(world)
     assert await answers(world, "team-b")
 
 
-async def test_an_unknown_dtype_is_refused_by_the_api_with_the_known_ones(world):
+async def test_the_api_error_for_an_unknown_dtype_names_the_known_dtypes(world):
     message = await refused(world, service(world, "bad", kvCache={"mode": "Fixed", "dtype": "int3"}))
     assert "spec.kvCache.dtype" in message
     assert "int3" in message

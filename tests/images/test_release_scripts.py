@@ -74,7 +74,7 @@ def test_an_audit_ends_with_1_and_names_a_known_vulnerability(small_env: Path) -
     assert re.search(r"^audit: pathspec \S+: PYSEC-1, fixed in ", said, re.MULTILINE)
 
 
-def test_an_audit_that_got_no_answer_ends_with_2_and_reports_it(small_env: Path) -> None:
+def test_an_audit_without_an_answer_of_the_service_exits_with_2_and_says_so(small_env: Path) -> None:
     with vulnerabilities("none", 503) as url:
         status, said = audit(small_env, url)
     assert status == 2

@@ -96,7 +96,7 @@ def test_a_mean_that_all_tokens_share_adds_no_error_if_the_factors_contain_it() 
     assert (unknown - x).square().mean() > 20 * (known - x).square().mean()
 
 
-def test_factors_of_another_shape_are_refused_with_the_right_one() -> None:
+def test_the_error_for_factors_of_another_shape_has_the_right_shape() -> None:
     fmt = formats.parse("k4v4")
     cache = torch.zeros(2, 3, 16, fmt.row_bytes(64), dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"\[kv_heads, head_dim\] = \[3, 64\]"):

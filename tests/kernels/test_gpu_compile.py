@@ -177,7 +177,7 @@ def test_the_cache_key_of_a_kernel_includes_every_value_that_it_reads(told: dict
         ("RANK", {"mla.operands.planes", "mla.decode.latent_decode_kernel"}),
     ],
 )  # fmt: skip
-def test_a_changed_constant_changes_the_key_of_every_kernel_that_reads_it(
+def test_a_changed_constant_changes_the_cache_key_of_every_kernel_that_reads_the_constant(
     constant: str, readers: set[str], told: dict[str, Any]
 ) -> None:
     assert told["same"]

@@ -58,7 +58,7 @@ def test_store_writes_the_same_bytes_as_the_cpu(
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # Triton's interpreter uses numpy, which warns.
 @pytest.mark.parametrize("name", names())
-def test_a_nan_changes_only_its_own_part_of_its_own_token(name: str) -> None:
+def test_a_nan_spoils_only_the_latent_or_the_rope_part_of_one_token(name: str) -> None:
     rng, fmt = generator(3), parse(name)
     entries, slots = some_entries(20, rng), torch.randperm(BLOCKS * 16, generator=rng)[:20]
     whole, hit = poisoned(BLOCKS, 16, fmt), poisoned(BLOCKS, 16, fmt)
@@ -113,7 +113,8 @@ def assert_equals_reference(batch: LatentBatch) -> None:
         batch.assert_within_rounding(out[i], wanted, query[i], i)
 
 
-# The format decides how a tile is unpacked, and the number of heads how many programs share it. Each occurs here.
+# The format decides how a tile is unpacked, and the number of heads decides how many programs share a tile. The cases
+# below have every way to unpack and every number of programs.
 @pytest.mark.parametrize(
     ("name", "heads"), [("mla4", 1), ("mla8", 8), ("mla8", 16), ("mla4", 20), ("mla8", 64), ("mla4", 128)]
 )

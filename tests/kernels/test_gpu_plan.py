@@ -104,7 +104,7 @@ def test_a_gpu_is_nearly_always_busy_for_any_number_of_sequences(lengths: list[i
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 20000), min_size=1, max_size=60), st.integers(1, 60))
-def test_more_rounds_are_planned_only_if_they_may_end_sooner(lengths: list[int], wave: int) -> None:
+def test_more_rounds_of_programs_are_planned_only_if_the_step_may_end_sooner(lengths: list[int], wave: int) -> None:
     splits, _ = cut(lengths, 64, wave)
     tiles = [-(-n // 64) for n in lengths]
     whole = torch.tensor([[i, 0, n, n] for i, n in enumerate(lengths)])

@@ -59,7 +59,7 @@ def test_a_token_writes_only_its_own_bytes_and_padding_none(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_cache_of_another_shape_is_refused_with_the_right_one(name: str) -> None:
+def test_the_error_for_a_cache_of_another_shape_has_the_right_shape(name: str) -> None:
     fmt = parse(name)
     row = fmt.row_bytes
     for cache in (

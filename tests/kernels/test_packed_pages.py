@@ -181,6 +181,6 @@ def test_a_token_writes_only_its_own_bytes() -> None:
     [torch.zeros(2, 1, 16, 68), torch.zeros(2, 1, 16, 64, dtype=torch.uint8),
      torch.zeros(2, 16, 1, 68, dtype=torch.uint8).transpose(1, 2).expand(2, 2, 16, 68).transpose(1, 2)],
 )  # fmt: skip
-def test_a_cache_of_another_shape_is_refused_with_the_right_one(cache: torch.Tensor) -> None:
+def test_the_error_for_a_cache_of_another_shape_has_the_right_shape(cache: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"takes uint8 \[blocks, kv_heads, block_size, 68\]"):
         PackedPages(cache, formats.parse("k4v4"), 64)

@@ -89,7 +89,7 @@ def beginnings() -> Iterator[str]:
                 break
 
 
-def test_every_abbreviation_of_every_option_is_parsed_as_by_vllm() -> None:
+def test_every_abbreviation_of_every_option_is_parsed_as_vllm_parses_it() -> None:
     tried = sorted(set(beginnings()) - {"--config"})  # vLLM would read the named file, but kvpilot rejects this option
     assert len(tried) > 1000
     for beginning in tried:
@@ -126,7 +126,7 @@ items = st.one_of(
 @example(["--enable-lora", "--no-enable-lora"])
 @example(["--kv-cache-dtype-skip-layers", "0", "1", "--max-num-seqs", "8"])
 @example(["--kv-transfer-config.a+", "x,y", "--kv-transfer-config.a+=z"])
-def test_any_arguments_are_parsed_as_by_vllm(arguments: list[str]) -> None:
+def test_any_arguments_are_parsed_as_vllm_parses_them(arguments: list[str]) -> None:
     found = read(arguments)
     expected = theirs(arguments)
     if expected is not None:
@@ -150,7 +150,7 @@ def test_arguments_without_an_option_do_not_set_it(arguments: list[str], name: s
 
 
 @given(st.one_of(st.from_regex(r"\s?[0-9]{1,6}([.][0-9]{1,3})?[kKmMgGtT]?\s?", fullmatch=True), st.text(max_size=6)))
-def test_a_number_is_parsed_as_by_vllm(text: str) -> None:
+def test_a_number_is_parsed_as_vllm_parses_it(text: str) -> None:
     try:
         expected: int | None = human_readable_int(text)
     except (ValueError, ArgumentTypeError):

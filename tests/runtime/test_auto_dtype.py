@@ -69,7 +69,7 @@ def written() -> list[dict[str, Any]]:
     return found
 
 
-def test_auto_is_resolved_as_by_vllm() -> None:
+def test_the_dtype_auto_is_resolved_as_vllm_resolves_it() -> None:
     published = [entry["config"].get("quantization_config") for entry in CORPUS]
     schemes = [scheme for scheme in (*published, *written()) if scheme is None or isinstance(scheme, dict)]
     theirs = ask("test_auto_dtype", schemes)

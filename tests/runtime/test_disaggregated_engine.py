@@ -130,7 +130,7 @@ class Pair:
 
 
 def pair(dtype: str, recent: str = "", roles: tuple[str, str] = ("kv_producer", "kv_consumer"), **options: Any) -> Any:
-    """Return two engines, as a context manager."""
+    """Return a context manager that yields two engines, by default one for prefill and one for decode."""
     return engines(tiny_llama(), *(engine(role, dtype, recent, **options) for role in roles))
 
 

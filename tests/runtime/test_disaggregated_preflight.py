@@ -138,7 +138,7 @@ def test_options_untested_with_a_connector_are_refused_by_name(what: str, transf
         {"compilation_config": SimpleNamespace(static_forward_context={"a": SimpleNamespace(sliding_window=64)})},
     ],
 )  # fmt: skip
-def test_an_engine_started_without_preflight_refuses_them_too(more: dict[str, Any]) -> None:
+def test_an_engine_started_without_preflight_refuses_options_that_preflight_refuses(more: dict[str, Any]) -> None:
     packed.refuse_unsupported_options(engine(DECODE))
     with pytest.raises(UnsupportedModelError, match=r"--kv-transfer-config.*'k4v4'"):
         packed.refuse_unsupported_options(engine(DECODE, **more))

@@ -83,7 +83,7 @@ BESIDE_NODES = {
 }
 
 
-def test_every_spelling_of_options_unsupported_over_several_nodes_is_refused_there(
+def test_with_several_nodes_every_spelling_of_an_unsupported_option_is_refused(
     parser: FlexibleArgumentParser,
 ) -> None:
     actions = {action.dest: action for action in options(parser).values()}

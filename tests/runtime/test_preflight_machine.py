@@ -79,7 +79,7 @@ def test_any_output_of_nvidia_smi_is_read_without_an_error(text: str) -> None:
         assert gpu.used is None or gpu.used >= 0
 
 
-def test_a_known_unfit_gpu_is_refused_beside_an_unknown_one(smi: Any) -> None:
+def test_a_gpu_that_does_not_fit_is_refused_beside_a_gpu_without_facts(smi: Any) -> None:
     smi("NVIDIA H100, [N/A], [N/A], [N/A]", "NVIDIA H100, 1024, 0, 9.0")
     with pytest.raises(PreflightError) as caught:
         check(Request(str(tiny_llama()), "auto", tensor_parallel=2))

@@ -124,7 +124,7 @@ def test_the_test_would_detect_the_use_of_stale_ring_rows() -> None:
     assert len(found.wrong) > 3
 
 
-def test_a_window_does_not_shorten_prefix_hits_and_without_it_answers_equal_the_codecs() -> None:
+def test_a_recent_window_changes_answers_but_shortens_no_prefix_hit() -> None:
     question = asked(tiny_llama(), "k4v4", 18, 160, 400, seed=3)
     with_window = serve(question)
     question.recent = 0

@@ -97,7 +97,7 @@ def test_greedy_answers_are_those_without_speculation(
     assert len(other) < count // 2
 
 
-def test_suffix_decoding_answers_as_without_it(record_property: Callable[[str, object], None]) -> None:
+def test_suffix_decoding_does_not_change_answers(record_property: Callable[[str, object], None]) -> None:
     pytest.importorskip("arctic_inference", reason="suffix decoding needs the package arctic-inference")
     question = asked(tiny_llama(), "k4v4", 16, 60, recent=0)
     # Repeat the requests, because their answers are now in the suffix trees.

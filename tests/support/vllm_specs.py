@@ -43,7 +43,8 @@ TEXT = {
     "qwen3_vl_moe_text": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
 }
-"""Text model by the model_type of a text part. vLLM's classes for images or sound would need torchvision."""
+"""For each model_type of a config's text part: model_type and class of a model for text alone. vLLM's classes for
+images or sound would need torchvision."""
 
 CLASSES = {"internlm2": "llama", "mimo": "qwen2", "minicpm": "llama", "orion": "llama"}
 """Class of transformers with the same fields, by the model_type of a config class that only a repository has."""

@@ -85,7 +85,7 @@ def test_the_newest_version_wins_in_any_order_of_watch_events_and_answers(order:
     assert seen.store.get("a", "x") == max(newest or late, default=None)
 
 
-def test_a_list_drops_missing_objects_but_not_newer_ones_or_other_namespaces() -> None:
+def test_a_list_drops_missing_objects_but_no_newer_object_and_no_other_namespace() -> None:
     seen = Seen()
     seen.store.put(thing(5, name="gone"))
     seen.store.put(thing(6, name="kept"))

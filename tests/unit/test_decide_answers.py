@@ -78,7 +78,7 @@ def test_a_bet_wins_nothing_on_average_if_half_of_the_slices_are_far_off(wealth,
     assert (bet(wealth, n, True) + bet(wealth, n, False)) / 2 == pytest.approx(wealth + 1 / (n * (n + 1)))
 
 
-def test_the_parts_that_slices_add_to_a_bets_wealth_sum_to_one():
+def test_the_weights_of_slices_in_a_bet_sum_to_one():
     assert sum(1 / (n * (n + 1)) for n in range(1, 10**5)) == pytest.approx(1, abs=1e-4)
 
 

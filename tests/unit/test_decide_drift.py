@@ -76,7 +76,7 @@ def test_a_drifting_dtype_is_not_denied_if_denials_are_turned_off():
     assert any("denySeconds is 0" in e.message for e in decision.events)
 
 
-def test_a_drift_counts_only_when_it_repeats_as_often_as_the_limit_says():
+def test_a_dtype_has_drifted_only_after_as_many_failed_probes_in_a_row_as_the_spec_says():
     cluster = serving(accuracy={"failureLimit": 3})
     cluster.outcomes = {0: GARBAGE, 1: GARBAGE, 2: SOUND, 3: GARBAGE, 4: GARBAGE, 5: GARBAGE}
     seen = []

@@ -198,7 +198,7 @@ def test_any_metrics_of_engines_give_a_status_that_the_crd_accepts() -> None:
     assert status_faults(json.loads(json.dumps(status.as_written()))) == ()
 
 
-def test_a_service_without_objectives_has_no_such_condition_and_keeps_no_latencies() -> None:
+def test_a_service_without_objectives_has_no_condition_about_them_and_keeps_no_latencies() -> None:
     assert decide(running(manifest(), "auto")).status.condition("ObjectivesHeld") is None
     assert not retention_of(spec_of(manifest()), trial=False).latencies
     assert retention_of(late_service().spec, trial=False).latencies

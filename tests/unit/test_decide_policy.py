@@ -85,7 +85,7 @@ def test_at_the_end_of_the_ladder_the_policy_adds_replicas():
     assert step(choose_step(policy_input(workload(demand=1500), dtype="k4v4"))) == ("ScaleOut", "k4v4", 2)
 
 
-def test_without_any_possible_step_the_policy_reports_it():
+def test_the_policy_reports_the_end_of_the_ladder_if_no_step_is_possible():
     s = policy_input(workload(demand=1500), dtype="k4v4", spec=spec(scaling={"maxReplicas": 1}))
     assert choose_step(s).reason == "EndOfLadder"
 

@@ -107,7 +107,7 @@ def test_records_without_prompt_tokens_remove_one_replica_at_a_time():
     assert step(choose_step(busy))[0] == "Stay"
 
 
-def test_a_rate_recorded_with_heavier_prompts_counts_for_lighter_ones():
+def test_a_rate_recorded_with_heavy_prompts_limits_scale_in_only_for_similar_prompts():
     heavy = replace_struct(KNOWN, computed_prompt=90)
     light = calm(load=0.1, pods=8, rate=1.1, computed_prompt=10.0)
     s = policy_input(light, spec=EIGHT, saturations=(heavy,))

@@ -179,7 +179,7 @@ def test_with_a_kept_baseline_no_replica_is_borrowed():
     assert cluster.captures == []
 
 
-def test_mode_auto_captures_on_a_serving_pod_and_marks_the_request_so():
+def test_mode_auto_captures_a_baseline_on_a_serving_pod_and_the_request_says_so():
     s = running(AUTO, "auto", samples=reporting((revision_of(AUTO, "auto"), "auto")))
     decision = decide(s)
     assert isinstance(decision.probe, Capture)
@@ -191,7 +191,7 @@ def test_a_fixed_16_bit_service_is_not_probed_before_its_first_canary():
     assert decide(running(fixed("auto"), "auto")).probe is None
 
 
-def test_a_serving_small_dtype_without_a_baseline_only_searches_for_a_kept_one():
+def test_for_a_serving_small_dtype_the_operator_only_searches_a_kept_baseline():
     s = running(fixed("k8v4"), "k8v4")
     first = decide(s)
     assert isinstance(first.probe, Find)

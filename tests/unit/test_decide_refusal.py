@@ -41,7 +41,7 @@ def test_an_engine_that_keeps_ending_without_a_message_has_crashed() -> None:
 
 
 @pytest.mark.parametrize("reason", ["", "does not fit", "9Lives", "A" * 65, None, {"a": 1}, "Bad\nLine"])
-def test_an_invalid_reason_becomes_a_valid_one(reason: object) -> None:
+def test_an_invalid_reason_of_an_engine_becomes_engine_crashed(reason: object) -> None:
     failure = engine_failure([pod(refused(reason=reason, message="why"))])
     assert failure == Cause("EngineCrashed", "why")
 

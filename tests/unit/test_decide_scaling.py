@@ -35,7 +35,7 @@ def test_the_operators_number_is_kept_until_the_user_changes_the_spec():
     assert (target_replicas(spec(2), anew), anew.changed_time) == (2, LATER)
 
 
-def test_limits_hold_for_the_operators_number_too():
+def test_max_replicas_bounds_the_number_that_the_operator_has_chosen():
     chosen = after_decision(spec(3), kept(spec(3), Scaling(), NOW), decided("ScaleOut", 7), "auto", NOW)
     assert target_replicas(spec(3), kept(spec(3, maxReplicas=4), chosen, LATER)) == 4
 

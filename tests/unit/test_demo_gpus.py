@@ -84,7 +84,7 @@ def test_the_service_of_the_demo_is_accepted(imagined: bool) -> None:
     assert made["spec"]["engine"]["resources"]["limits"]["nvidia.com/gpu"] == 1
 
 
-def test_a_partial_record_is_shown_as_far_as_it_goes() -> None:
+def test_the_demos_summary_shows_the_figures_that_an_incomplete_record_has() -> None:
     users = {"ok": 9, "failed": 0, "ttftMs": {"p50": 1.0, "p95": 2.0, "p99": 3.0}, "itlMs": {}}
     record = Record(seconds={"start": 2.5}, stages={"k4v4 Probing": 4.0}, trial_seconds={"k4v4": 50.0})
     record.users["start"] = users

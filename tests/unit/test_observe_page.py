@@ -236,7 +236,7 @@ def test_a_page_gives_the_same_result_in_any_chunks(lines: list[str], chunk: int
         assert read(chunk) == whole
 
 
-def test_ranks_that_report_different_dtypes_are_reported_as_such() -> None:
+def test_the_dtypes_of_ranks_are_joined_if_they_differ() -> None:
     """If the ranks' dtypes were not joined, only the dtype of the last rank would be seen."""
     config = 'vllm:cache_config_info{{cache_dtype="{}",engine="{}",num_gpu_blocks="10",block_size="16"}} 1.0\n'
     for reported, told in (

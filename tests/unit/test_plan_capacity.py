@@ -142,7 +142,7 @@ def test_every_sequence_holds_the_pages_of_its_recent_window(dtype, recent, cont
     assert cache(models.find("Llama-3.1-8B"), dtype, 1, recent).held(context) == blocks
 
 
-def test_a_default_window_is_cut_to_a_short_context_as_by_the_engine():
+def test_the_plan_cuts_a_default_window_to_a_short_context_as_the_engine_does():
     short = replace(models.find("Llama-3.1-8B"), max_positions=300)
     assert cache(short, "k2v2", 1).held(300) == 5 + 12  # 256 tokens in blocks, 23 tokens in a ring page
     (row,) = make(Request(short, find_gpu("H200"), dtypes=("k2v2",))).rows

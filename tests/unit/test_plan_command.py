@@ -53,7 +53,7 @@ def test_the_recent_window_is_planned_for_and_can_be_chosen(capsys):
 
 
 @pytest.mark.parametrize("asked", ["100", "-64", "many", "1024"])
-def test_an_unsupported_window_is_refused_with_the_supported_ones(capsys, asked):
+def test_the_error_for_an_unsupported_window_names_the_supported_windows(capsys, asked):
     assert main(["Llama-3-70B", f"--recent-tokens={asked}"]) == 2
     assert capsys.readouterr().err == (
         f"kvpilot plan: --recent-tokens: '{asked}' is not supported; give one of 0, 64, 128, 256, 512\n"

@@ -97,7 +97,7 @@ def test_every_documented_model_can_be_planned_by_name_unless_its_cache_is_unkno
 
 
 @pytest.mark.parametrize("model", TABLE, ids=lambda model: model.name)
-def test_a_model_with_another_ones_facts_keeps_its_own_name(model):
+def test_a_model_with_the_facts_of_another_model_keeps_its_own_name(model):
     for name in (model.name, *model.also):
         called = name if "/" in name else model.name
         assert models.find(name.upper()).name == models.find(name.rpartition("/")[2]).name == called

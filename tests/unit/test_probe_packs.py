@@ -84,7 +84,7 @@ def test_a_users_pack_is_read_in_order_and_a_set_named_twice_counts_once() -> No
 
 
 @pytest.mark.parametrize("name", ["builtin/nothing", "general", "configmap/", "", "builtin/../errors", "x" * 5000])
-def test_an_unknown_pack_is_refused_with_the_known_ones(name: str) -> None:
+def test_the_error_for_an_unknown_pack_names_the_known_packs(name: str) -> None:
     with pytest.raises(PackError, match="builtin/general") as caught:
         load([name])
     assert len(str(caught.value)) < 400

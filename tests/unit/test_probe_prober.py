@@ -113,7 +113,7 @@ async def test_a_lost_baseline_is_reported_and_not_counted_against_the_engine(be
     assert NAME in found.outcome.message
 
 
-async def test_a_running_probe_is_visible_as_such(bench: Bench) -> None:
+async def test_a_running_probe_has_a_result_without_an_outcome(bench: Bench) -> None:
     request = Find("find/x", IDENTITY, NAME)
     bench.of(KEY).ensure(SPEC, request)
     assert bench.of(KEY).result == ProbeResult(request, None)

@@ -367,7 +367,7 @@ async def test_a_prompts_second_half_is_prefilled_onto_cached_pages() -> None:
     assert (found.positions, found.mean_kl_micronats) == (7, 0)
 
 
-async def test_a_run_counts_the_tokens_that_it_asks_for() -> None:
+async def test_a_probe_run_counts_the_tokens_of_all_its_requests() -> None:
     async with engine(counting) as url:
         found = await measure(url, "m", baseline(prompts=5), settings=SETTINGS)
     # Each prompt costs 3 + 8 tokens, and so does the answer to show.

@@ -81,7 +81,7 @@ def test_an_answer_without_one_shared_token_is_large_damage() -> None:
     assert kl_nats(sure, garbage) > 5
 
 
-def test_a_confident_garbage_answer_is_larger_damage_than_a_doubtful_one() -> None:
+def test_a_confident_garbage_answer_is_larger_damage_than_a_doubtful_garbage_answer() -> None:
     sure = {1: math.log(0.9), 2: math.log(0.05)}
     confident = {7: math.log(0.99), 8: math.log(1e-6)}
     doubtful = {7: math.log(0.3), 8: math.log(0.2)}

@@ -39,7 +39,7 @@ def test_a_longer_step_never_raises_the_share_at_8_bits(before, later, step, mor
 
 
 @given(history, seconds, st.integers(1, 1000), st.integers(1, 1000))
-def test_equal_steps_change_the_share_alike_if_counted_at_once_or_one_by_one(before, took, first, second):
+def test_a_run_of_equal_steps_changes_the_share_like_the_same_steps_in_two_parts(before, took, first, second):
     start = after(before)
     together, apart = start.after(took, first + second), start.after(took, first).after(took, second)
     assert together.fast == pytest.approx(apart.fast, abs=1e-9)

@@ -217,7 +217,7 @@ def test_a_page_with_a_series_for_each_process_is_judged_by_the_fullest_one() ->
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])
-def test_one_full_replica_beside_roomy_ones_is_an_imbalance(count: int) -> None:
+def test_one_full_replica_beside_replicas_with_room_is_an_imbalance(count: int) -> None:
     verdict = judged(lambda i: {"z": full(i)} | {f"idle-{n}": calm(i) for n in range(1, count)})
     assert verdict.kind == "Imbalanced"
     assert "; z is 9" in verdict.message

@@ -115,9 +115,7 @@ def test_pods_that_are_evicted_in_any_stage_are_replaced_and_the_trial_ends_the_
 @pytest.mark.parametrize("name", STORIES)
 @given(where=st.sampled_from(STAGES), nth=st.integers(0, 8), hours=st.sampled_from([-1, 1]), back=st.booleans())
 @settings(max_examples=4, deadline=None)
-def test_a_clock_that_jumps_by_an_hour_in_any_stage_keeps_every_limit_and_the_trial_still_ends(
-    name, where, nth, hours, back
-):
+def test_a_trial_keeps_its_limits_and_ends_although_the_clock_jumps_by_an_hour(name, where, nth, hours, back):
     cluster = story(name)
     seen = 0
     for _ in range(1500):

@@ -52,7 +52,7 @@ def test_leading_zeros_do_not_change_a_number():
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_the_token_budget_of_a_step_is_parsed_as_by_vllm(arguments, tokens):
+def test_the_token_budget_of_a_step_is_parsed_as_vllm_parses_it(arguments, tokens):
     assert step_tokens(spec_of(manifest(engine={"extraArgs": arguments})), NodeFacts()) == tokens
 
 

@@ -203,7 +203,7 @@ async def test_a_namespace_with_many_slow_services_leaves_the_next_worker_to_ano
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_if_services_of_one_namespace_alone_wait_they_get_all_workers() -> None:
+async def test_one_namespace_gets_all_workers_if_no_other_namespace_waits() -> None:
     log = Log(0.01)
     queue = queue_of(log)
     for i in range(2 * WORKERS):

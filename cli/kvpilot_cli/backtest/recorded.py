@@ -39,7 +39,10 @@ class Recorded:
 
     @property
     def seconds(self) -> float:
-        """Return the duration in whole minutes, in seconds. At least a minute remains for the last answers."""
+        """Return the duration in seconds, a multiple of 60.
+
+        It ends at least a minute after the last request arrives.
+        """
         return float(self.arrival[-1] // STEP + 2) * STEP
 
     def sessions(self) -> Iterator[Session]:
