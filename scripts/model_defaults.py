@@ -114,7 +114,7 @@ def _rule(kind: str, cls: type[PreTrainedConfig]) -> dict[str, Any] | None:
         return {"none": True} if "sliding_window" in known else None
     period = next((made[:n] for n in range(1, 9) if all(made[i] == made[i % n] for i in range(LAYERS))), None)
     if period is None:
-        # Kinds without a period have no rule, but the configs of such models list them.
+        # If the kinds of layers do not repeat, there is no rule. The configs of such models list the kinds.
         return {"period": ["unnamed"]}
     rule: dict[str, Any] = {"period": period}
     for field in LENGTHS:

@@ -24,7 +24,7 @@ from kvpilot_formats import formats
 
 BLOCK = 64
 MOVED = {"loaded": "load", "stored": "store"}
-"""Titles of the columns for moved bytes, and the child's names for these figures."""
+"""Words for the two directions of transfers, and the prefixes of their figures in the results."""
 
 
 def arguments() -> argparse.Namespace:

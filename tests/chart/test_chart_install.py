@@ -29,7 +29,7 @@ VERBS = {"GET": "get", "LIST": "list", "WATCH": "watch", "POST": "create", "PATC
 NOT_USED_HERE = {
     # The audit log records a watch only when it ends, after five minutes. Later checks fail if a watch is not allowed.
     *(("watch", kind) for kind in ("quantizedllmservices", "deployments", "pods", "services")),
-    # The operator reads by name only after a conflict. Its patches write only the status.
+    # The operator gets a service by name only after a conflict. It patches the status, which is a separate resource.
     ("get", "quantizedllmservices"),
     ("patch", "quantizedllmservices/status"),
     # This write opens a readiness gate. The audit log lists it as a write to the pod.
@@ -42,7 +42,7 @@ NOT_USED_HERE = {
     *((verb, "leaderworkersets") for verb in ("get", "list", "watch", "create", "patch", "delete")),
     # Only the StatefulSet of a LeaderWorkerSet has Events that the operator reads.
     ("list", "events"),
-    # These verbs are used only later: to delete surplus services and old baselines.
+    # The operator deletes Services and baselines only long after the installation, when they are no longer needed.
     ("delete", "services"),
     ("delete", "configmaps"),
     # The request is a PATCH, but server-side apply also needs the right to create.

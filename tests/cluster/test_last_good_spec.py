@@ -44,7 +44,7 @@ def test_export_of_a_service_with_a_refused_spec_restores_the_last_good_spec(
     manifest = yaml.safe_load(done.stdout)
     assert manifest["spec"]["replicas"] == 2
     assert "extraArgs" not in manifest["spec"]["engine"]
-    # The cluster with its objects is lost: apply the file where none of them is.
+    # Act as if the cluster and its objects were lost: apply the file in a namespace without any of them.
     other = f"{namespace}-restored"
     rest.create("/api/v1/namespaces", {"metadata": {"name": other}})
     rest.create(services(other), {**manifest, "metadata": {"name": "chat", "namespace": other}})

@@ -169,10 +169,10 @@ async def test_watches_see_changes_from_before_a_compaction_of_etcd(world):
         await changes.make()
         await asyncio.to_thread(compact, store)
         for server in (definitions, core):
-            server.kill()  # forget its watch cache
+            server.kill()  # a restarted server has an empty watch cache
         core.start()
         await answers(world)
-        definitions.start()  # it reads the API server at its start, and exits if it cannot
+        definitions.start()  # this server reads the core server at its start, and exits if it cannot
         await until(readable, "services can be read again")
         began = time.monotonic()
         await world.api.back()

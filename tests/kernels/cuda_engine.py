@@ -80,7 +80,7 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(packed, "calibration_of", lambda _config: None)
     # Use small tiles and a wave of 2 programs per KV head.
     monkeypatch.setattr(tuning, "choose", lambda *_: Choice(16, 2, 4))
-    monkeypatch.setattr(tuning, "FEW_TOKENS", 4)  # With this, steps use all block sizes of `store`.
+    monkeypatch.setattr(tuning, "FEW_TOKENS", 4)  # With this setting, steps use all block sizes of `store`.
     # The interpreter takes as long for a program of 8 tokens as for one of 64.
     stores = {dim: (few, Block(64, many.warps)) for dim, (few, many) in tuning.STORES.items()}
     monkeypatch.setattr(tuning, "STORES", stores)

@@ -96,7 +96,7 @@ def takes(splits: torch.Tensor, wave: int, tile: int) -> int:
     ([100000] * 3 + [500] * 250, 198), ([4096] * 1024, 198), ([16000 + 37 * i for i in range(27)], 45),
 ])  # fmt: skip
 def test_a_gpu_is_nearly_always_busy_for_any_number_of_sequences(lengths: list[int], wave: int) -> None:
-    """Keep near the shortest time. One split per sequence, or one wave, often takes 1.4 to 1.6 times as long."""
+    """A step must take at most 1.3 times the shortest time. One split per sequence often takes 1.4 to 1.6 times it."""
     splits, _ = cut(lengths, 64, wave)
     least = -(-sum(-(-n // 64) for n in lengths) // wave) + int(FIXED)
     assert takes(splits, wave, 64) <= 1.3 * least

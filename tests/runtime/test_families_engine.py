@@ -91,7 +91,7 @@ def test_each_familys_answers_equal_those_of_the_codec(
     wrong = [
         i
         for i, (prompt, answer) in enumerate(requests)
-        # Otherwise rounding must explain the answer.
+        # A token that is not the oracle's best one is right only if rounding explains it.
         if below[i] > SLACK and not oracle.sound(prompt, answer, rounds=20)
     ]
     assert not wrong, [(i, below[i]) for i in wrong]

@@ -75,7 +75,7 @@ def test_answers_equal_attention_with_a_window_after_preemption_and_prefix_hits(
         del figures["cached"]
     assert all(figures.values())
     assert found.judged == sum(map(sum, question.tokens))
-    # The check can fail: answers differ without a window.
+    # Show that this check can fail: an oracle without a window finds other answers.
     plain = Judge(question, told, Oracle(model(), dtype), rounds=0)
     assert len(plain.wrong) > count // 10
 

@@ -51,7 +51,8 @@ class Judge:
             for at in range(begin, end):
                 blocks[step["table"][at // size], at % size] = first if decodes else None
             self.windowed += decodes
-            if end >= prompt:  # drafts may still be rejected; the token after the step's first is certain
+            # Only the answer token after the step's first token is certain, because drafts may be rejected.
+            if end >= prompt:
                 given.append(begin + 1 - prompt if decodes else end - prompt)
             rings[request] = [blocks[step["table"][at // size], at % size] for at in range(end)]
         for request, (_, given) in runs.items():

@@ -80,7 +80,7 @@ def reading(context: int, answers: Handler | None = None) -> Handler:
 
 
 def made(prompts: Sequence[ProbePrompt], context: int, handler: Handler | None = None) -> list[Rendered]:
-    """Return the prompts that the probe packs generate for an engine with this context, with answers of 32 tokens."""
+    """Return what a probe renders from these prompts for an engine with this context. Answers have 32 tokens."""
 
     async def story() -> list[Rendered]:
         async with engine(handler or reading(context)) as url, http_client() as http:

@@ -15,7 +15,7 @@ from kvpilot_localcluster.engines import faulty
 
 BLOCKS = {"auto": 400, "k4v4": 1440, "k2v2": 2400}
 TOKEN_SECONDS = 0.02
-"""Seconds of a token. With more than a hundred users, less would take all cores."""
+"""Seconds that a token takes. If it took less, more than a hundred users would use all cores."""
 BOUNDS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
 ANSWER = {"choices": [{"message": {"content": "Paris."}}]}
 
@@ -71,7 +71,7 @@ class Engine(faulty.Engine):
 
         async with self._ended:
             await self._ended.wait_for(fits)
-            self._ended.notify()  # there may be room for one more
+            self._ended.notify()  # another waiting request may fit, too
         self._waiting -= 1
         started = time.monotonic()
         try:

@@ -188,7 +188,8 @@ def fork_what_is_spawned(address: Path) -> None:
 
     spawn.get_preparation_data, spawn.prepare = describe, prepare
     contexts["spawn"] = contexts["forkserver"]
-    server.ensure_running = resource_tracker.ensure_running  # this process tracks the resources
+    # Start only the resource tracker: this process replaces the fork server.
+    server.ensure_running = resource_tracker.ensure_running
     server._forkserver_address = str(address)
     watched, server._forkserver_alive_fd = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:

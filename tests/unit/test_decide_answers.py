@@ -131,7 +131,7 @@ def test_damage_that_begins_late_is_found_too():
     assert difference(side(*late), side(*[GOOD] * 150)) is not None
 
 
-# --- through decide ------------------------------------------------------------------------------------------------
+# --- whole decisions ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("answers", [(600.0, 0.9), (15.0, 0.9), (100.0, 0.3)])

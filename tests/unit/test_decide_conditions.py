@@ -116,8 +116,8 @@ def test_the_reason_for_fewer_scrapes_of_an_engine_is_reported() -> None:
 def test_a_pod_with_implausible_metrics_is_named_with_its_figure() -> None:
     s = running(OBJ, "auto")
     seen = tuple(
-        replace(one, pods=3, implausible=("liar: use is 27% while nothing runs",))
+        replace(one, pods=3, implausible=("liar: KV use is 27% while nothing runs",))
         for one in samples(usage=0.3, waiting=0)
     )
     message = told(replace(s, samples={s.traffic: seen}), "MetricsAvailable").message
-    assert "left out for implausible metrics: liar: use is 27% while nothing runs" in message
+    assert "left out for implausible metrics: liar: KV use is 27% while nothing runs" in message

@@ -32,7 +32,7 @@ async def waning(path: str, body: Body, writer: Writer) -> None:
 
 
 async def test_bars_show_which_kind_of_prompts_is_damaged(capsys: pytest.CaptureFixture[str]) -> None:
-    # One request at a time: the test ends a run as soon as the damage is certain, so each run asks the same prompts.
+    # Send one request at a time. Each run then ends after the same prompts, once the damage is certain.
     usual = (*GENERAL, "--probe-set", "builtin/structured", "--probe-set", "builtin/multi-turn", "--concurrency", "1")
     async with engine(serving(counting, "m")) as one, engine(serving(waning, "m")) as other:
         await probe("--baseline", one, "--candidate", other, *usual)

@@ -239,7 +239,7 @@ async def test_a_pod_with_implausible_metrics_is_reported_with_its_figure(world:
     world.pages["http://10.0.0.1:8000"] = lie
     await world.scrape(20)
     (told,) = (await world.snapshot()).samples["r1"][-1].implausible
-    assert told.startswith("a: use is 27% while nothing runs, for ")
+    assert told.startswith("a: KV use is 27% while nothing runs, for ")
 
 
 async def test_the_route_that_the_spec_names_is_read(world: World) -> None:

@@ -122,7 +122,7 @@ def too_fast(i: int) -> PodMetrics:
     [
         (held, "while nothing runs"),
         (crowded, "400 requests run in 1 blocks"),
-        (preempts, "too few tokens flow"),
+        (preempts, "too few tokens to fill"),
         (too_fast, "no engine does more"),
     ],
 )

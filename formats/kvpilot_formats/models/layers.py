@@ -127,7 +127,7 @@ def _by_class(fields: Fields, layers: int) -> list[str]:
             written = None
         length = 0 if written is None else Fields.checked(rule["by"], written, MOST_LAYERS)
         if length:
-            # The class's rule for lists of this length: the first or the last layer is of the other kind.
+            # By the rule of the class, all of these layers but the first or the last are of one kind.
             odd, others = (0, 1) if rule["odd"] == 0 else (-1, 0)
             one, many = [period[odd]], [period[others]] * (length - 1)
             period = one + many if odd == 0 else many + one

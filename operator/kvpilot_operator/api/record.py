@@ -98,8 +98,8 @@ Percent = Annotated[int, Meta(ge=0, le=100)]
 Thousand = Annotated[int, Meta(ge=0, le=1000)]
 Count = Annotated[int, Meta(ge=0)]
 Word = Annotated[str, Meta(max_length=63)]
-"""One word of a status."""
+"""Field of a status that has one word."""
 Text = Annotated[str, Meta(max_length=253)]
-"""A name or an address in a status."""
+"""Field of a status that has a name or an address."""
 ReasonText = Annotated[str, Meta(max_length=128, description="The cause, as one CamelCase word.")]
 Message = Annotated[str, Meta(max_length=4096, description="The cause, in words and numbers.")]

@@ -191,9 +191,9 @@ def _implausible(now: Known, flows: Flows, time: datetime) -> str | None:
         if rate > most:
             return f"{name.replace('_', ' ')}: {rate:.3g} a second, and no engine does more than {most:.0e}"
     words = {
-        "held": f"use is {page.usage:.0%} while nothing runs",
+        "held": f"KV use is {page.usage:.0%} while nothing runs",
         "crowded": f"{page.running:.0f} requests run in {page.usage * page.blocks:.0f} blocks",
-        "preempted": f"requests are preempted while use is {page.usage:.0%} and too few tokens flow to fill the rest",
+        "preempted": f"requests are preempted while KV use is {page.usage:.0%}, with too few tokens to fill the rest",
     }
     for name, streak in now.odd.items():
         if streak.lasts(time):
