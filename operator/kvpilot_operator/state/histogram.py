@@ -45,7 +45,7 @@ class Histogram:
 
         Leave out histograms with other buckets, because they come from another engine version.
         """
-        full = [h for h in histograms if h.count]
+        full = [h for h in histograms if any(h.counts)]
         same = [h for h in full if h.bounds == full[-1].bounds]
         if len(same) < 2:
             return same[0] if same else cls()
