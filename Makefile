@@ -14,8 +14,8 @@ demo:
 	$(if $(KEEP),--keep) $(if $(PLAIN),--plain) $(if $(filter cluster,$(WHERE)),--cluster) \
 	$(if $(IMAGE),--image=$(IMAGE)) $(if $(MODEL),--model=$(MODEL)) $(if $(YES),--yes)
 
-# Run all test folders, JOBS at a time, even if one fails. Half of them mostly wait, so four folders fill two cores.
-JOBS ?= 4
+# Run all test folders, JOBS at a time, even if one fails. Most of them often wait, so five folders fill two cores.
+JOBS ?= 5
 test: install
 	$(RUN)python scripts/run_tests.py --jobs $(JOBS)
 

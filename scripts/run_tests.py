@@ -23,8 +23,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-# Longest parts come first, so that none runs alone at the end. Of the first four, two compute (runtime and kernels) and
-# two mostly wait.
+# Longest parts come first, so that none runs alone at the end. Of the first five, three compute (runtime, kernels and
+# unit) and two mostly wait.
 PARTS = ("runtime", "kernels", "faults", "e2e", "unit", "chart", "cluster", "scale", "check", "monitoring", "images")
 LONG = ("e2e", "faults", "chart", "monitoring", "images", "runtime", "kernels")
 QUICK = ("unit", "check")
