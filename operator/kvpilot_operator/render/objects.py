@@ -8,7 +8,7 @@ from typing import Any
 from kvpilot_operator.api import names
 from kvpilot_operator.api.gateways import EndpointPickerRef
 from kvpilot_operator.api.pods import Claim
-from kvpilot_operator.render.workloads import group_spec, kind_for
+from kvpilot_operator.render.workloads import DEPLOYMENT, LEADER_WORKER_SET, group_spec
 from kvpilot_operator.state.objects import PodView, RouteView
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.times import utc
@@ -46,7 +46,7 @@ def workload(
     """
     gates = {"readinessGates": [{"conditionType": names.ADMITTED}]} if has_gate else {}
     labels = {k: v for k, v in template["metadata"]["labels"].items() if k in (names.REVISION_LABEL, names.DTYPE_LABEL)}
-    revision, kind = labels[names.REVISION_LABEL], kind_for(nodes)
+    revision, kind = labels[names.REVISION_LABEL], DEPLOYMENT if nodes == 1 else LEADER_WORKER_SET
     spec = {
         "replicas": replicas,
         "selector": {"matchLabels": _selector(key, revision)},

@@ -50,11 +50,6 @@ LEADER_WORKER_SET = Kind(
 KINDS = {kind.name: kind for kind in (DEPLOYMENT, LEADER_WORKER_SET)}
 
 
-def kind_for(nodes: int) -> Kind:
-    """Return the kind of workload for replicas of `nodes` nodes each."""
-    return DEPLOYMENT if nodes == 1 else LEADER_WORKER_SET
-
-
 def makes(service: str, revision: str, owner: Object) -> bool:
     """Return True if a pod with this owner reference takes requests for the revision."""
     return any(kind.owns(owner, names.deployment_name(service, revision)) for kind in KINDS.values())
