@@ -6,7 +6,7 @@ damage. Impossible logprobs, and bodies that do not follow the API, raise `Malfo
 
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
@@ -44,10 +44,14 @@ class StreamedToken(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One chunk of a streamed answer. Only the last chunk has a `finish_reason`."""
+    """One chunk of a streamed answer.
+
+    Only the last chunk has a `finish_reason`, and only the first one of a chat has the token ids of its `prompt`.
+    """
 
     tokens: Sequence[StreamedToken] = ()
     finish_reason: str | None = None
+    prompt: Sequence[int] | None = None
 
 
 class _Tokenized(msgspec.Struct):
@@ -82,6 +86,43 @@ class _Chunk(msgspec.Struct):
     error: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
+class _Likely(msgspec.Struct):
+    token: str
+    logprob: float | str | None
+
+
+class _Written(_Likely):
+    top_logprobs: list[_Likely]
+
+
+class _Content(msgspec.Struct):
+    content: list[_Written] | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+
+
+class _ChatChoice(msgspec.Struct):
+    delta: _Delta
+    logprobs: _Content | None = None
+    finish_reason: str | None = None
+
+
+class _ChatChunk(msgspec.Struct):
+    choices: Annotated[list[_ChatChoice], Meta(max_length=1)] | msgspec.UnsetType = msgspec.UNSET
+    error: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | None = None
+
+
+C = TypeVar("C", _Chunk, _ChatChunk)
+
+
+class _Text(msgspec.Struct):
+    prompt: str
+
+
 class _Error(msgspec.Struct):
     code: Annotated[int, Meta(ge=100, le=599)] = 500
 
@@ -97,35 +138,65 @@ def read_models(url: str, data: bytes) -> tuple[Model, ...]:
     return tuple(_decoded(url, data, _Models).data)
 
 
+def read_text(url: str, data: bytes) -> str:
+    """Parse the answer of /detokenize. Raise `MalformedAnswer` if it is invalid."""
+    return _decoded(url, data, _Text).prompt
+
+
 def read_streamed(url: str, data: bytes) -> Chunk:
     """Parse a streamed chunk. Raise `EngineRefused` if it contains an `error`, because the engine has failed."""
+    choices = _choices(url, data, _Chunk).choices
+    if not choices:
+        return Chunk()
+    choice, logprobs = choices[0], choices[0].logprobs
+    if logprobs is None:
+        return Chunk(finish_reason=choice.finish_reason)
+    if not len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs):
+        raise MalformedAnswer(f"{url}: tokens, token_logprobs and top_logprobs differ in length: {excerpt(data)}")
+    found = zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
+    return Chunk(_steps(url, found, choice.text), choice.finish_reason)
+
+
+def read_chat(url: str, data: bytes) -> Chunk:
+    """Parse a streamed chunk of a chat. Raise `EngineRefused` if it contains an `error`."""
+    chunk = _choices(url, data, _ChatChunk)
+    if not chunk.choices:
+        return Chunk(prompt=chunk.prompt_token_ids)
+    choice = chunk.choices[0]
+    written = (choice.logprobs.content if choice.logprobs is not None else None) or ()
+    found = ((one.token, one.logprob, {top.token: top.logprob for top in one.top_logprobs}) for one in written)
+    text = choice.delta.content or choice.delta.reasoning or ""
+    return Chunk(_steps(url, found, text), choice.finish_reason, chunk.prompt_token_ids)
+
+
+def _steps(
+    url: str, found: Iterable[tuple[str, float | str | None, Mapping[str, float | str | None] | None]], text: str
+) -> Sequence[StreamedToken]:
+    steps = []
+    for token, logprob, top in found:
+        ident = _token(url, token)
+        steps.append(StreamedToken(Logprobs(ident, _top(url, ident, logprob, top)), ""))
+    if steps:
+        # Keep at most MAX_TEXT characters, because the text is only for people.
+        steps[-1] = steps[-1]._replace(text=text[:MAX_TEXT])
+    return steps
+
+
+def _choices(url: str, data: bytes, kind: type[C]) -> C:
+    """Parse a streamed chunk, which has choices. Raise `EngineRefused` if it contains an `error`."""
     try:
-        chunk = _decoded(url, data, _Chunk)
+        chunk = _decoded(url, data, kind)
     except MalformedAnswer:
         # An engine with broken logits may send NaN and Infinity, which JSON does not allow. Count them as null.
         finite = _NOT_FINITE.sub(lambda found: found[1] or b"null", data)
         if finite == data:
             raise
-        chunk = _decoded(url, finite, _Chunk)
+        chunk = _decoded(url, finite, kind)
     if chunk.error is not msgspec.UNSET:
         raise EngineRefused(url, _code(chunk.error), excerpt(bytes(chunk.error)))
     if chunk.choices is msgspec.UNSET:
         raise MalformedAnswer(f"{url}: no choices in {excerpt(data)}")
-    if not chunk.choices:
-        return Chunk()
-    choice, logprobs = chunk.choices[0], chunk.choices[0].logprobs
-    if logprobs is None:
-        return Chunk(finish_reason=choice.finish_reason)
-    if not len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs):
-        raise MalformedAnswer(f"{url}: tokens, token_logprobs and top_logprobs differ in length: {excerpt(data)}")
-    steps = []
-    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
-        ident = _token(url, token)
-        steps.append(StreamedToken(Logprobs(ident, _top(url, ident, logprob, top)), ""))
-    if steps:
-        # Keep at most MAX_TEXT characters, because the text is only for people.
-        steps[-1] = steps[-1]._replace(text=choice.text[:MAX_TEXT])
-    return Chunk(steps, choice.finish_reason)
+    return chunk
 
 
 def _decoded(url: str, data: bytes, kind: type[T]) -> T:

@@ -13,14 +13,15 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from kvpilot_formats.untrusted import OverBudget, read_body, shown, whole_lines
+from kvpilot_formats.untrusted import OverBudget, shown, whole_lines
 from kvpilot_probes import answers
-from kvpilot_probes.engine_http import EngineConnector
+from kvpilot_probes.engine_http import EngineConnector, check, read_all
 from kvpilot_probes.errors import EngineRefused, EngineUnreachable, MalformedAnswer
 from kvpilot_probes.pace import Pace
 from kvpilot_probes.packs import Message
 
 Progress = Callable[[], None]
+Read = Callable[[str, bytes], answers.Chunk]
 
 T = TypeVar("T")
 
@@ -44,7 +45,6 @@ _MAX_TOKEN_BYTES = 64 * 1024
 _TEMPLATE_BYTES = 64 * 1024
 _MAX_MODELS_BYTES = 256 * 1024
 _JSON = {"Content-Type": "application/json"}
-_MAX_ERROR_BYTES = 4096
 # Connection errors. aiohttp reports a connection's timeout as a ClientError.
 _BROKEN = (aiohttp.ClientError, OSError)
 _TOOLS_AS_TEXT = "You can call these tools. To call one, answer only with a JSON object with its name and arguments."
@@ -82,7 +82,7 @@ class EngineClient:
             return await self._rendered(chat)
         functions = [{"type": "function", "function": function} for function in json.loads(tools)]
         try:
-            with_tools = await self._tokenized(chat, tools=functions)
+            with_tools = await self.tokenize_chat(chat, tools=functions)
             if with_tools != await self._rendered(chat):
                 return with_tools
         except EngineRefused as refusal:
@@ -98,27 +98,34 @@ class EngineClient:
 
     async def _rendered(self, chat: Sequence[Mapping[str, str]]) -> answers.Tokenized:
         try:
-            return await self._tokenized(chat)
+            return await self.tokenize_chat(chat)
         except EngineRefused as refusal:
             if refusal.status != 400:
                 raise
         text = "\n".join(f"{m['role']}: {m['content']}" for m in chat) + "\nassistant:"
         return await self.tokenize_text(text)
 
-    async def _tokenized(self, chat: Sequence[Mapping[str, str]], **more: object) -> answers.Tokenized:
+    async def tokenize_chat(self, chat: Sequence[Mapping[str, object]], **more: object) -> answers.Tokenized:
+        """Return the token ids of a chat. Raise `EngineRefused` if the model's chat template does not support it."""
         return await self._tokens({"model": self.model, "messages": chat, **more})
 
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        return await self._asked("/detokenize", {"model": self.model, "tokens": list(tokens)}, answers.read_text)
+
     async def _tokens(self, body: Mapping[str, object]) -> answers.Tokenized:
-        url = f"{self.base_url}/tokenize"
-        asked = msgspec.json.encode(body)
+        return await self._asked("/tokenize", body, answers.read_tokens)
+
+    async def _asked(self, path: str, body: Mapping[str, object], read: Callable[[str, bytes], T]) -> T:
+        url, asked = f"{self.base_url}{path}", msgspec.json.encode(body)
         # Limit the size of the answer: a text has at most one token per byte, and the template may add
         # `_TEMPLATE_BYTES`.
         limit = min(answers.BYTES_A_TOKEN * len(asked) + _TEMPLATE_BYTES, answers.READ_BYTES)
 
-        async def ask() -> answers.Tokenized:
+        async def ask() -> T:
             async with self.http.post(url, data=asked, headers=_JSON, allow_redirects=False) as response:
-                await _check(url, response)
-                found = answers.read_tokens(url, await _read(url, response, limit))
+                await check(url, response)
+                found = read(url, await read_all(url, response, limit))
             self.progress()
             return found
 
@@ -139,11 +146,24 @@ class EngineClient:
         token. `top_k` is the number of logprobs per token, and `sampling` has vLLM's sampling parameters. Retry once if
         the connection fails before the first token.
         """
+        other_fields = msgspec.json.encode({**self.fields(tokens, past_end, sampling), "logprobs": top_k})
+
+        def asked() -> Iterator[bytes]:
+            yield other_fields[:-1] + b',"prompt":['
+            for i in range(0, len(prompt), _PIECE):
+                yield msgspec.json.encode(list(prompt[i : i + _PIECE]))[1:-1] + b"," * (i + _PIECE < len(prompt))
+            yield b"]}"
+
+        async with aclosing(self.stream("/v1/completions", asked, answers.read_streamed, tokens, past_end)) as steps:
+            async for step in steps:
+                yield step
+
+    def fields(self, tokens: int, past_end: bool, sampling: Mapping[str, object]) -> dict[str, object]:
+        """Return the fields of a request for an answer that do not depend on the kind of prompt."""
         body: dict[str, object] = {
             "model": self.model,
             "max_tokens": tokens,
             **sampling,
-            "logprobs": top_k,
             "return_tokens_as_token_ids": True,
             "ignore_eos": past_end,
             "stream": True,
@@ -152,20 +172,18 @@ class EngineClient:
             body["priority"] = self.priority
         if self.from_connector:
             body["kv_transfer_params"] = FROM_CONNECTOR
-        other_fields = msgspec.json.encode(body)
+        return body
 
-        def asked() -> Iterator[bytes]:
-            yield other_fields[:-1] + b',"prompt":['
-            for i in range(0, len(prompt), _PIECE):
-                yield msgspec.json.encode(list(prompt[i : i + _PIECE]))[1:-1] + b"," * (i + _PIECE < len(prompt))
-            yield b"]}"
-
+    async def stream(
+        self, path: str, asked: Callable[[], Iterator[bytes]], read: Read, tokens: int, past_end: bool
+    ) -> AsyncGenerator[answers.StreamedToken, None]:
+        """Send the body `asked` to `path`, and yield the tokens that `read` finds in the answer's chunks."""
         for last_try in (False, True):
             await self.pace.rest(self.progress)
             began, started = time.monotonic(), False
             try:
                 with self.pace.request():
-                    async with aclosing(self._stream(asked, tokens, past_end)) as steps:
+                    async with aclosing(self._stream(path, asked, read, tokens, past_end)) as steps:
                         async for step in steps:
                             if not started:
                                 self.pace.read(time.monotonic() - began)
@@ -185,9 +203,9 @@ class EngineClient:
             return "".join([step.text async for step in steps])
 
     async def _stream(
-        self, asked: Callable[[], Iterator[bytes]], tokens: int, past_end: bool
+        self, path: str, asked: Callable[[], Iterator[bytes]], read: Read, tokens: int, past_end: bool
     ) -> AsyncGenerator[answers.StreamedToken, None]:
-        url = f"{self.base_url}/v1/completions"
+        url = f"{self.base_url}{path}"
         headers = {**_JSON, "Content-Length": str(sum(map(len, asked())))}
         count, ended = 0, ""
         most = _MAX_STREAM_BYTES + tokens * _MAX_TOKEN_BYTES
@@ -196,14 +214,14 @@ class EngineClient:
             async with self.http.post(
                 url, data=_sent(asked()), headers=headers, allow_redirects=False, timeout=limit
             ) as response:
-                await _check(url, response)
+                await check(url, response)
                 async for line in whole_lines(response.content.iter_any(), url, most, _MAX_LINE_BYTES):
                     if not line.startswith(b"data:"):
                         continue
                     data = line[5:].strip()
                     if data == b"[DONE]":
                         break
-                    chunk = answers.read_streamed(url, data)
+                    chunk = read(url, data)
                     ended = chunk.finish_reason or ended
                     for step in chunk.tokens:
                         count += 1
@@ -235,8 +253,8 @@ async def served_models(base_url: str, http: aiohttp.ClientSession) -> tuple[str
 
     async def ask() -> tuple[str, ...]:
         async with http.get(url, allow_redirects=False) as response:
-            await _check(url, response)
-            models = answers.read_models(url, await _read(url, response, _MAX_MODELS_BYTES))
+            await check(url, response)
+            models = answers.read_models(url, await read_all(url, response, _MAX_MODELS_BYTES))
             return tuple(model.id for model in models)
 
     return await _twice(url, ask)
@@ -273,21 +291,3 @@ async def _twice(url: str, ask: Callable[[], Awaitable[T]]) -> T:
 def _unreachable(url: str, error: Exception) -> EngineUnreachable:
     # The text may include data from the server, so make it printable and cut it.
     return EngineUnreachable(f"{url}: {type(error).__name__}: {shown(str(error))[:200]}; is the engine running?")
-
-
-async def _check(url: str, response: aiohttp.ClientResponse) -> None:
-    if response.status == 200:
-        return
-    said = bytearray()
-    async for chunk in response.content.iter_any():
-        said += chunk
-        if len(said) >= _MAX_ERROR_BYTES:
-            break
-    raise EngineRefused(url, response.status, answers.excerpt(bytes(said)))
-
-
-async def _read(url: str, response: aiohttp.ClientResponse, limit: int) -> bytes:
-    try:
-        return await read_body(response.content.iter_any(), limit, url)
-    except OverBudget as error:
-        raise MalformedAnswer(str(error)) from error

@@ -10,12 +10,17 @@ from aiohttp.helpers import set_exception
 from aiohttp.http import RawResponseMessage
 from aiohttp.streams import StreamReader
 
+from kvpilot_formats.untrusted import OverBudget, read_body
+from kvpilot_probes.answers import excerpt
+from kvpilot_probes.errors import EngineRefused, MalformedAnswer
+
 # Largest size in bytes of an answer's head. vLLM's heads have 0.2 KiB, and a gateway adds about as much.
 HEAD_BYTES = 32 * 1024
 INTERIM_ANSWERS = 8
 # Number of framing bytes that are allowed for each body byte. A chunk of one body byte needs five. vLLM's chunks have
 # about 100 body bytes.
 AROUND_A_BYTE = 8
+_MAX_ERROR_BYTES = 4096
 # Bytes per call of the parser. The limits are checked between calls.
 _STEP_BYTES = 4 * 1024
 
@@ -75,3 +80,23 @@ class EngineConnector(aiohttp.TCPConnector):
         super().__init__(force_close=True, **options)
         kind: type[ResponseHandler] = _Answer
         self._factory = partial(kind, loop=self._loop)
+
+
+async def check(url: str, response: aiohttp.ClientResponse) -> None:
+    """Raise `EngineRefused` with the start of the answer if its status is not 200."""
+    if response.status == 200:
+        return
+    said = bytearray()
+    async for chunk in response.content.iter_any():
+        said += chunk
+        if len(said) >= _MAX_ERROR_BYTES:
+            break
+    raise EngineRefused(url, response.status, excerpt(bytes(said)))
+
+
+async def read_all(url: str, response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """Return the body of an answer. Raise `MalformedAnswer` if it has more than `limit` bytes."""
+    try:
+        return await read_body(response.content.iter_any(), limit, url)
+    except OverBudget as error:
+        raise MalformedAnswer(str(error)) from error

@@ -8,12 +8,13 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from kvpilot_probes import agent, prose, reasoning
+from kvpilot_probes import agent, pictures, prose, reasoning
 from kvpilot_probes.client import EngineClient
 from kvpilot_probes.codec import Baseline
 from kvpilot_probes.documents import Document
-from kvpilot_probes.errors import EnginesDiffer, NothingFits
+from kvpilot_probes.errors import EngineRefused, EnginesDiffer, NothingFits
 from kvpilot_probes.packs import FILLER, Fill, Message, ProbePrompt
+from kvpilot_probes.pictures import Shown
 from kvpilot_probes.prose import Chapter
 from kvpilot_probes.results import Task
 from kvpilot_probes.session import Settings
@@ -43,6 +44,7 @@ FRESH = ("residue", "chunk")
 HIT = "hit"
 # Buckets with this prefix have prompts that the engine loads through the KV connector that the rest of the name says.
 FROM = "from-"
+PICTURES = "builtin/images"
 # Largest length of the agent's rounds, in tokens. They fill three quarters of the context, up to this length.
 AGENT_TOKENS = 65_536
 CALLS = 8
@@ -51,12 +53,13 @@ _CHAPTERS = 64
 
 
 class Rendered(NamedTuple):
-    """Prompt as token ids, the length of its answer in tokens, and its task or None."""
+    """Prompt as token ids, the length of its answer in tokens, and its task and its picture, or None."""
 
     prompt: ProbePrompt
     tokens: Sequence[int]
     answer: int
     task: Task | None = None
+    shown: Shown | None = None
 
 
 class Room(NamedTuple):
@@ -113,8 +116,9 @@ async def check_alike(engine: EngineClient, baseline: Baseline) -> int:
 async def rendered(
     engine: EngineClient, prompts: Sequence[ProbePrompt], context: int, settings: Settings, progress: Callable[[], None]
 ) -> tuple[list[Rendered], tuple[str, ...]]:
-    """Return all prompts with their tokens, and the names of built-in prompts that the engine's context cannot hold.
+    """Return all prompts with their tokens, and the names of built-in prompts that are left out.
 
+    The context cannot hold them, or the engine refuses pictures. The name then has the refusal's words in parentheses.
     Call `progress` after each prompt or pack. Raise `NothingFits` if the context cannot hold one of the user's own
     prompts, or cannot hold any prompt.
     """
@@ -123,10 +127,15 @@ async def rendered(
     answer = settings.tokens
     for prompt in prompts:
         room = Room(min(context, prompt.context or context), answer, settings.seed)
-        made = await (_one if prompt.messages else _MAKERS[prompt.bucket])(engine, prompt, room)
+        name = f"{prompt.pack}/{prompt.name}" if prompt.messages else prompt.pack
+        try:
+            made = await (_one if prompt.messages else _MAKERS[prompt.bucket])(engine, prompt, room)
+        except EngineRefused as refusal:
+            if prompt.pack != PICTURES or refusal.status != 400:
+                raise
+            made, name = [], f"{name} ({refusal.excerpt})"
         progress()
         found += made
-        name = f"{prompt.pack}/{prompt.name}" if prompt.messages else prompt.pack
         if not made:
             left_out.append(name)
             if not prompt.pack.startswith("builtin/"):
@@ -137,7 +146,7 @@ async def rendered(
     if not found:
         raise NothingFits(
             f"spec.accuracy.probeSets: none of {len(prompts)} prompts fits the context ({context} tokens) with "
-            f"an answer of {answer} tokens; name shorter prompts"
+            f"an answer of {answer} tokens: left out {', '.join(left_out)}; name shorter prompts or other packs"
         )
     return found, tuple(left_out)
 
@@ -267,9 +276,22 @@ async def _reasoning(engine: EngineClient, plan: ProbePrompt, room: Room) -> lis
     return found
 
 
+async def _images(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
+    """Return questions about pictures. Raise `EngineRefused` if the model takes no pictures."""
+    found: list[Rendered] = []
+    for shown in pictures.shown(room.seed):
+        tokens = (await engine.tokenize_chat(shown.chat())).tokens
+        if len(tokens) + room.answer <= room.context:
+            name = f"{shown.width}x{shown.height}-{len(found)}"
+            prompt = ProbePrompt(plan.pack, name, (Message("user", shown.text),), bucket=plan.bucket)
+            found.append(Rendered(prompt, tokens, room.answer, shown=shown))
+    return found
+
+
 _MAKERS: dict[str, Callable[[EngineClient, ProbePrompt, Room], Awaitable[list[Rendered]]]] = {
     "long-context": _long_context,
     "paths": _paths,
     "agent": _agent,
     "reasoning": _reasoning,
+    "images": _images,
 }

@@ -23,7 +23,7 @@ from kvpilot_probes.errors import PackError, PackTooLarge
 
 _WRITTEN = ("general", "multi-turn", "structured")
 # Packs whose prompts depend on the engine's context and tokenizer: `generated.py` makes them.
-GENERATED = ("long-context", "paths", "agent", "reasoning")
+GENERATED = ("long-context", "paths", "agent", "reasoning", "images")
 BUILTIN = (*_WRITTEN, *GENERATED)
 CONFIG_MAP_KEY = "prompts.yaml"
 MAX_PROMPTS = 64

@@ -17,11 +17,19 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from kvpilot_formats.untrusted import lines
-from kvpilot_probes import reread, stats, tasks
+from kvpilot_probes import chats, reread, stats, tasks
 from kvpilot_probes.client import EngineClient
 from kvpilot_probes.codec import Baseline, BaselinePrompt, check_limits
-from kvpilot_probes.errors import BaselineUnfit, MalformedAnswer
-from kvpilot_probes.generated import Rendered, check_alike, fingerprint, most_resumes, rendered, sent_first
+from kvpilot_probes.errors import BaselineUnfit, EnginesDiffer, MalformedAnswer
+from kvpilot_probes.generated import (
+    PICTURES,
+    Rendered,
+    check_alike,
+    fingerprint,
+    most_resumes,
+    rendered,
+    sent_first,
+)
 from kvpilot_probes.in_flight import bounded
 from kvpilot_probes.packs import ProbePrompt
 from kvpilot_probes.results import LEAST_COPIED, Done, Task, compared_tasks, copied
@@ -52,7 +60,7 @@ async def capture(
         tokenizer, context = await fingerprint(engine)
         found, left_out = await rendered(engine, prompts, context, settings, lambda: allow(deadline, settings, 0, 0))
         positions = sum(r.answer for r in found)
-        check_limits([r.tokens for r in found], positions)
+        check_limits([r.tokens for r in found if r.shown is None], positions)
         allow(deadline, settings, sum(len(r.tokens) for r in found), positions + tasks.cost(r.task for r in found))
         answers = await bounded(found, answered, settings.concurrency, lambda r: _size(r.tokens, r.answer, r.task))
     asked, right = copied((one.task, one.done) for one in answers)
@@ -107,7 +115,9 @@ async def _measure(
     allowed: Allowed | None = None,
 ) -> stats.Measurement:
     began = time.monotonic()
-    planned = tuple(dict.fromkeys(prompt.bucket for prompt in baseline.prompts))
+    # If the 16-bit engine takes no pictures, report their bucket as open.
+    refused = [PICTURES.partition("/")[2] for name in baseline.left_out if name.startswith(PICTURES)]
+    planned = tuple(dict.fromkeys([*(prompt.bucket for prompt in baseline.prompts), *refused]))
     compared: list[stats.Compared] = []
     seen: list[Seen] = []
     requests = 0
@@ -182,7 +192,7 @@ async def _answer(engine: EngineClient, throttle: Throttle, asked: Rendered) -> 
     prompt = asked.prompt
     answer: list[stats.Logprobs] = []
     text = ""
-    async with aclosing(engine.decode(asked.tokens, asked.answer, TOP_K)) as steps:
+    async with aclosing(chats.decode(engine, asked.tokens, asked.shown, (), asked.answer, TOP_K)) as steps:
         async for step in steps:
             if not step.logprobs.top:
                 raise MalformedAnswer(
@@ -204,6 +214,7 @@ async def _answer(engine: EngineClient, throttle: Throttle, asked: Rendered) -> 
         bucket=prompt.bucket,
         task=asked.task,
         done=await tasks.done(engine, throttle, asked.tokens, asked.task),
+        shown=asked.shown,
     )
 
 
@@ -223,22 +234,28 @@ async def follow(
     most = most_resumes(prompt.tokens, max_resumes)
     while start < len(answer) and resumes < most:
         reached = start
-        context = array("I", prompt.tokens) + forced[:start]
         wanted = len(answer) - start
-        throttle.spent += len(context) + wanted
+        throttle.spent += len(prompt.tokens) + len(answer)
         requests += 1
         resumes += 1
         # Decode past an end token: if the candidate ends earlier or later than the baseline, that is a divergence.
-        async with aclosing(engine.decode(context, wanted, TOP_K, past_end=True)) as steps:
-            async for step in steps:
-                judged = stats.compare(index, answer[reached], step.logprobs, prompt.bucket)
-                # The first token comes from a prefill, which may not have read any page. So count it only if it
-                # disagrees.
-                if reached > start or not judged.agrees:
-                    compared.append(judged)
-                reached += 1
-                if not judged.agrees:
-                    break
+        steps = chats.decode(engine, prompt.tokens, prompt.shown, forced[:start], wanted, TOP_K, past_end=True)
+        try:
+            async with aclosing(steps):
+                async for step in steps:
+                    judged = stats.compare(index, answer[reached], step.logprobs, prompt.bucket)
+                    # The first token comes from a prefill, which may not have read any page. So count it only if it
+                    # disagrees.
+                    if reached > start or not judged.agrees:
+                        compared.append(judged)
+                    reached += 1
+                    if not judged.agrees:
+                        break
+        except EnginesDiffer:
+            # In a chat, the engine may split the text of an answer into other tokens. Go on one token later.
+            if not start:
+                raise
+            reached += 1
         if reached == start:
             raise MalformedAnswer(
                 f"{engine.base_url}: prompt {prompt.name!r}: no token in the answer; see the engine's log"
@@ -249,17 +266,17 @@ async def follow(
 
 async def _ask_half(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> int:
     """Send the part of a prompt that the prefix cache should hold first. Return the number of requests, 0 or 1."""
-    half = sent_first(prompt.bucket, prompt.tokens)
+    half = prompt.tokens if prompt.shown is not None else sent_first(prompt.bucket, prompt.tokens)
     if len(half) < MIN_HALF_TOKENS:
         return 0
     throttle.spent += len(half) + 1
-    await engine.text(half, 1, past_end=True)
+    await chats.text(engine, half, prompt.shown, 1, past_end=True)
     return 1
 
 
 async def _sample(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> stats.AnswerPair:
     throttle.spent += len(prompt.tokens) + len(prompt.answer)
-    text = await engine.text(prompt.tokens, len(prompt.answer))
+    text = await chats.text(engine, prompt.tokens, prompt.shown, len(prompt.answer))
     return stats.AnswerPair(prompt=prompt.tail, stable=prompt.text, canary=lines(text)[: stats.MAX_TEXT])
 
 

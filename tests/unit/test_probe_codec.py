@@ -25,6 +25,7 @@ from kvpilot_probes.codec import (
 )
 from kvpilot_probes.errors import BaselineTooLarge, MalformedBaseline
 from kvpilot_probes.packs import Message, ProbePrompt
+from kvpilot_probes.pictures import Shown
 from kvpilot_probes.stats import MAX_TEXT, Logprobs, kl_nats
 
 ids = st.integers(0, MAX_TOKEN_ID)
@@ -52,6 +53,7 @@ baselines = st.builds(
             text=texts,
             tokens=st.lists(ids, min_size=1, max_size=20).map(tuple),
             answer=st.lists(answers, max_size=5).map(tuple),
+            shown=st.none() | st.builds(Shown, ids, ids, ids, texts, texts),
         ),
         max_size=4,
     ).map(tuple),
@@ -82,6 +84,7 @@ def test_a_stored_baseline_equals_the_original_up_to_rounding(baseline: Baseline
     )
     for before, after in zip(baseline.prompts, kept.prompts, strict=True):
         assert (before.name, before.tail, before.text) == (after.name, after.tail, after.text)
+        assert before.shown == after.shown
         assert list(before.tokens) == list(after.tokens)
         for a, b in zip(before.answer, after.answer, strict=True):
             assert a.token == b.token

@@ -58,7 +58,7 @@ def text(found: Comparison, urls: tuple[str, str]) -> str:
         f"candidate  {found.models[1]} at {urls[1]}",
     ]
     if found.left_out:
-        head.append(f"left out, longer than the context: {', '.join(found.left_out)}")
+        head.append(f"left out, longer than the context or for the named reason: {', '.join(found.left_out)}")
     parts = ["\n".join(head), _columns(rows), _by_bucket(measured), _sample(found)]
     judgement = found.judgement
     return "\n\n".join([*filter(None, parts), f"{judgement.verdict}: {judgement.reason}: {judgement.message}"])

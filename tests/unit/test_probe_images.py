@@ -1,0 +1,189 @@
+"""Prompts with pictures: what engines get, how their answers are judged, and what happens if they take no pictures."""
+
+import io
+import json
+from typing import Any
+from zlib import crc32
+
+import pytest
+from PIL import Image
+
+from kvpilot_probes import codec, packs, pictures
+from kvpilot_probes.answers import read_chat
+from kvpilot_probes.codec import Baseline
+from kvpilot_probes.errors import EngineRefused, EnginesDiffer, MalformedAnswer, NothingFits
+from kvpilot_probes.reread import chosen
+from kvpilot_probes.run import capture, measure
+from support.probe_engine import SETTINGS, Body, Handler, Writer, engine, reading, respond, stream
+
+PICTURE = [9_000_000] * 40
+# Checksums of the pictures' pixels.
+SUMS = [3659276852, 2176874507, 2045470362, 3913194938]
+REFUSAL = b'{"error": {"message": "m is not a multimodal model", "code": 400}}'
+
+
+def tokens_of(messages: list[dict[str, Any]]) -> list[int]:
+    """Return the tokens of a chat: 40 for a picture, one for each word, and the numbers in an assistant's message."""
+    found: list[int] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            return found + [int(number) for number in message["content"].split()]
+        for part in message["content"]:
+            found += [crc32(word.encode()) % 1000 for word in part["text"].split()] if "text" in part else PICTURE
+    return found
+
+
+def has_pictures(body: Body) -> bool:
+    return "messages" in body and isinstance(body["messages"][0]["content"], list)
+
+
+def event(token: int, prompt: list[int] | None = None) -> bytes:
+    logprobs = [{"token": f"token_id:{token}", "logprob": -0.1, "top_logprobs": [
+        {"token": f"token_id:{one}", "logprob": lp} for one, lp in ((token, -0.1), (99_999, -3.0))]}]  # fmt: skip
+    choice = {"delta": {"content": f" {token}"}, "logprobs": {"content": logprobs if prompt is None else None}}
+    return b"data: " + json.dumps({"choices": [choice], "prompt_token_ids": prompt}).encode() + b"\n\n"
+
+
+def seeing(asked: list[Body] | None = None, wrong: int = -1, extra: list[int] | None = None) -> Handler:
+    """Return an engine that takes pictures. Its greedy token is the number of tokens before it.
+
+    Its token number `wrong` of each answer is another one. It adds the tokens `extra` to each prompt. The bodies of
+    chats are added to `asked`.
+    """
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path == "/tokenize" and has_pictures(body):
+            respond(writer, json.dumps({"tokens": tokens_of(body["messages"]), "max_model_len": 2048}).encode())
+        elif path == "/detokenize":
+            respond(writer, json.dumps({"prompt": "".join(f" {token}" for token in body["tokens"])}).encode())
+        elif path == "/v1/chat/completions":
+            if asked is not None:
+                asked.append(body)
+            prompt = tokens_of(body["messages"]) + (extra or [])
+            steps = range(len(prompt), len(prompt) + body["max_tokens"])
+            bad = len(tokens_of(body["messages"][:1])) + wrong if wrong >= 0 else -1
+            stream(writer, event(0, prompt), *(event(7777 if i == bad else i) for i in steps))
+        else:
+            await reading(2048)(path, body, writer)
+
+    return handler
+
+
+async def refusing(path: str, body: Body, writer: Writer) -> None:
+    if has_pictures(body):
+        respond(writer, REFUSAL, "400 Bad Request")
+    else:
+        await reading(2048)(path, body, writer)
+
+
+async def captured(handler: Handler, *sets: str) -> Baseline:
+    async with engine(handler) as url:
+        kept = await capture(url, "m", packs.load(sets), identity="i", dtype="auto", settings=SETTINGS)
+    return codec.decode(codec.encode(kept))
+
+
+async def test_a_healthy_engine_gets_eight_questions_about_pictures_and_shows_no_damage() -> None:
+    kept, asked = await captured(seeing(), "builtin/images"), list[Body]()
+    async with engine(seeing(asked)) as url:
+        found = await measure(url, "m", kept, settings=SETTINGS)
+    assert (found.mean_kl_micronats, found.top1_agreement_permille) == (0, 1000)
+    assert {seen.bucket for seen in found.seen} == {"images"} and len(found.seen) == 8
+    firsts = ["image" in body["messages"][0]["content"][0]["type"] for body in asked]
+    assert True in firsts and False in firsts, "pictures come before and after texts"
+    # Each prompt is sent once before its answer counts, so that the answer reads the picture's pages from the cache.
+    assert sorted(body["max_tokens"] for body in asked)[:8] == [1] * 8
+    assert chosen(kept, range(8), 2048) == [], "no picture's tokens go into a prompt without the picture"
+
+
+async def test_after_a_different_token_the_answer_about_a_picture_continues_from_the_baselines() -> None:
+    kept, asked = await captured(seeing(), "builtin/images"), list[Body]()
+    async with engine(seeing(asked, wrong=3)) as url:
+        found = await measure(url, "m", kept, settings=SETTINGS)
+    assert found.positions == 8 * 6 and found.top1_agreement_permille == 1000 * 5 // 6
+    resumed = [body for body in asked if body["messages"][-1]["role"] == "assistant"]
+    assert len(resumed) == 8 and all(body["continue_final_message"] for body in resumed)
+
+
+async def test_an_answer_whose_text_gives_other_tokens_continues_one_token_later() -> None:
+    kept = await captured(seeing(), "builtin/images")
+    whole = seeing(wrong=3)
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path == "/detokenize" and len(body["tokens"]) == 4:
+            body["tokens"].append(5)
+        await whole(path, body, writer)
+
+    async with engine(handler) as url:
+        found = await measure(url, "m", kept, settings=SETTINGS)
+    assert found.positions == 8 * 5
+
+
+async def test_an_engine_that_makes_other_tokens_of_a_picture_is_an_error_and_not_damage() -> None:
+    kept = await captured(seeing(), "builtin/images")
+    async with engine(seeing(extra=[1])) as url:
+        with pytest.raises(EnginesDiffer, match="image processor"):
+            await measure(url, "m", kept, settings=SETTINGS)
+
+
+async def test_a_model_without_pictures_leaves_the_pack_out_and_its_bucket_open() -> None:
+    kept = await captured(refusing, "builtin/general", "builtin/images")
+    assert len(kept.left_out) == 1
+    assert kept.left_out[0].startswith("builtin/images (") and "not a multimodal model" in kept.left_out[0]
+    async with engine(refusing) as url:
+        found = await measure(url, "m", kept, settings=SETTINGS)
+    assert set(found.planned) - {seen.bucket for seen in found.seen} == {"images"}
+    with pytest.raises(NothingFits, match="not a multimodal model"):
+        await captured(refusing, "builtin/images")
+
+
+async def test_a_canary_that_alone_refuses_pictures_is_an_error_with_the_cause() -> None:
+    kept = await captured(seeing(), "builtin/general", "builtin/images")
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        await (respond_refusal if path == "/v1/chat/completions" else seeing())(path, body, writer)
+
+    async def respond_refusal(_path: str, _body: Body, writer: Writer) -> None:
+        respond(writer, REFUSAL, "400 Bad Request")
+
+    async with engine(handler) as url:
+        with pytest.raises(EngineRefused, match=r"HTTP 400: .*not a multimodal model"):
+            await measure(url, "m", kept, settings=SETTINGS)
+
+
+async def test_an_engine_that_does_not_tell_its_prompt_is_an_error() -> None:
+    async def silent(path: str, body: Body, writer: Writer) -> None:
+        if path == "/v1/chat/completions":
+            stream(writer, *(event(i) for i in range(body["max_tokens"])))
+        else:
+            await seeing()(path, body, writer)
+
+    with pytest.raises(MalformedAnswer, match="no prompt_token_ids"):
+        await captured(silent, "builtin/images")
+
+
+@pytest.mark.parametrize("data", [
+    b"{}", b"[]", b'{"choices": [{}]}', b'{"choices": [{"delta": {}, "logprobs": {"content": [{"token": "x"}]}}]}',
+    b'{"choices": [{"delta": {}, "logprobs": {"content": [{"token": "x", "logprob": 0, "top_logprobs": []}]}}]}',
+    b'{"choices": [], "prompt_token_ids": ["a"]}',
+])  # fmt: skip
+def test_malformed_chunks_of_a_chat_are_typed_errors(data: bytes) -> None:
+    with pytest.raises(MalformedAnswer, match="http://e"):
+        read_chat("http://e", data)
+
+
+def test_a_logprob_of_a_chat_that_is_not_a_number_counts_as_missing() -> None:
+    chunk = read_chat("http://e", event(5).removeprefix(b"data: ").replace(b"-3.0", b"NaN"))
+    assert [step.logprobs for step in chunk.tokens] == [(5, {})]
+
+
+def test_pictures_are_png_files_of_their_size_that_differ_and_never_change() -> None:
+    found = {(one.seed, one.width, one.height) for one in pictures.shown(20)}
+    assert [(width, height) for _, width, height in sorted(found)] == list(pictures.SIZES)
+    sums = []
+    for seed, width, height in sorted(found):
+        image = Image.open(io.BytesIO(pictures.drawn(seed, width, height)))
+        assert (image.size, image.mode) == ((width, height), "RGB")
+        colours = {image.getpixel((x, y)) for x in range(0, width, 4) for y in range(0, height, 4)}
+        assert len(colours & set(pictures._COLOURS.values())) == 3, "each picture shows three shapes"
+        sums.append(crc32(image.tobytes()))
+    assert sums == SUMS, "other pictures need another EDITION of the generated packs"
