@@ -193,7 +193,7 @@ def _scalar(kind: Any, limits: Meta) -> Json:
         return {"type": "string", "format": "date-time"}
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return {"type": "string", "enum": [one.value for one in kind]}
-    raise TypeError(f"{kind} has no schema: teach scripts/crd.py about it")
+    raise TypeError(f"{kind} has no schema: add one to scripts/crd.py")
 
 
 def _model(model: Any, path: str) -> Json:

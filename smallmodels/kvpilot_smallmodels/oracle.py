@@ -182,7 +182,7 @@ class Oracle:
             if self._fine.any():
                 if softcap is not None or s_aux is not None or chunk:
                     raise ValueError(
-                        "the oracle knows no recent window beside soft caps, sinks or chunks; use recent=0"
+                        "the oracle has no recent window for models with soft caps, sinks or chunks; use recent=0"
                     )
                 fine_key, fine_value = read(recent=True)
                 return self._with_window(query, (key, value), (fine_key, fine_value), scaling), None

@@ -64,7 +64,7 @@ def test_decode_equals_the_reference_for_every_division_into_splits(
 
 @settings(max_examples=8)
 @given(st.sampled_from(formats.own_names()), st.integers(2, 70), st.sampled_from([0.5, 5.0, 30.0]), seeds)
-def test_soft_caps_equal_those_of_the_cpu(name: str, length: int, softcap: float, seed: int) -> None:
+def test_decode_with_a_soft_cap_equals_the_cpus_decode(name: str, length: int, softcap: float, seed: int) -> None:
     batch = Batch(name, 64, [length], seed, ratio=2, softcap=softcap)
     query = batch.queries() * 3
     out, wanted = batch.decode(query), batch.cpu.decode(query, batch.table, batch.lens, batch.scale, softcap)

@@ -12,7 +12,7 @@ from kvpilot_kernels.ring import ring_slots
     st.lists(st.tuples(st.integers(0, 150), st.integers(0, 300)), min_size=1, max_size=40), st.integers(0, 200),
     st.sampled_from([(64, 64, 1), (64, 39, 2), (64, 23, 3), (128, 64, 2)]), st.integers(0, 2**31),
 )  # fmt: skip
-def test_ring_slots_equal_the_cpus_and_padding_and_missing_blocks_have_none(
+def test_ring_slots_equal_the_cpus_and_padding_has_no_slot(
     batch: list[tuple[int, int]], padding: int, window: tuple[int, int, int], seed: int
 ) -> None:
     recent, ring_tokens, blocks = window

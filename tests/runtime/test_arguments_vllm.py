@@ -143,7 +143,7 @@ def test_vllm_refuses_all_arguments_that_we_call_faulty(arguments: list[str]) ->
 
 
 @given(st.lists(items, max_size=6), st.sampled_from(sorted(TABLE)))
-def test_arguments_without_an_option_do_not_set_it(arguments: list[str], name: str) -> None:
+def test_removing_an_option_removes_every_setting_of_the_option(arguments: list[str], name: str) -> None:
     found = read([f"{name}=1" if TABLE[name]["takes"] != "0" else name, *arguments])
     assert found.get(name) is not None or found.faults
     assert read(found.without(name)).get(name) is None or found.faults

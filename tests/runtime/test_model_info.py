@@ -19,7 +19,7 @@ LLAMA = 'kvpilot_model_info{head_dim="64",kv_heads="2",layers="2",mla="false",wi
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restore the Prometheus registry of the process afterwards."""
+    """Restore the Prometheus registry of the process after each test."""
     monkeypatch.delenv(model_info.VARIABLE, raising=False)
     yield
     gauge = REGISTRY._names_to_collectors.get(model_info.NAME)
@@ -53,7 +53,7 @@ def test_layers_with_chunked_attention_do_not_count_as_window_layers() -> None:
     assert {json.loads(model_info.encode(found))["window_layers"] for found in facts} == {0}
 
 
-def test_without_the_variable_nothing_is_published() -> None:
+def test_without_the_environment_variable_no_model_info_is_published() -> None:
     assert not model_info.publish()
     assert lines() == []
 

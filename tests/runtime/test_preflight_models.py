@@ -94,7 +94,7 @@ def test_fp8_without_a_backend_is_refused_with_the_dtypes_that_the_gpu_supports(
     assert "'int8'" not in refusal(Request(str(tiny_llama()), "fp8")).message
 
 
-def test_the_oldest_of_several_gpus_decides(gpu: Any) -> None:
+def test_the_oldest_gpu_that_an_engine_uses_decides_which_dtypes_are_refused(gpu: Any) -> None:
     gpu(H200, T4)
     assert "Tesla T4" in refusal(Request(str(tiny_llama()), "k4v4", tensor_parallel=2)).message
     assert silent(check(Request(str(tiny_llama()), "k4v4", tensor_parallel=1)))

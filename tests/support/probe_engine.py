@@ -68,7 +68,7 @@ def words(body: Body) -> list[int]:
 
 
 def reading(context: int, answers: Handler | None = None) -> Handler:
-    """Return an engine with this context that splits text into words. It answers soundly, or as `answers`."""
+    """Return an engine with this context that splits text into words. `answers` replaces its sound answers."""
 
     async def handler(path: str, body: Body, writer: Writer) -> None:
         if path == "/tokenize":

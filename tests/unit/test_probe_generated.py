@@ -145,7 +145,7 @@ def test_a_users_prompt_beyond_the_context_is_an_error_and_a_built_in_one_is_lef
     assert {r.prompt.bucket for r in made(load(["builtin/general", "builtin/long-context"]), 160)} == {"general"}
 
 
-def test_an_engine_whose_tokens_do_not_follow_the_text_is_an_error() -> None:
+def test_an_engine_that_tokenizes_every_text_alike_is_an_error() -> None:
     async def deaf(_path: str, _body: Body, writer: Writer) -> None:
         respond(writer, b'{"tokens": [1, 2, 3], "max_model_len": 4096}')
 

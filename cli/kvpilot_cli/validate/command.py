@@ -91,7 +91,7 @@ def text(judged: Sequence[tuple[Found, tuple[Fault, ...]]], others: Sequence[Fou
         shown.append(lines(f"{'refused' if wrong else 'accepted'}  {one.name} ({one.file})"))
         shown += [f"  {fault.field}: {lines(fault.message)}" for fault in wrong]
     bad = sum(1 for _, wrong in judged if wrong)
-    beside = f"; left out, of other kinds: {len(others)}" if others else ""
+    beside = f"; objects of other kinds, not judged: {len(others)}" if others else ""
     return "\n".join([*shown, f"{len(judged) - bad} accepted, {bad} refused{beside}", NOT_JUDGED])
 
 

@@ -101,7 +101,7 @@ class Reflector:
         if self.served and self._denials < _DENIALS:
             return False
         if self.served or (error.status == 403 and not self.filled.is_set()):
-            log.warning("%s counts as not served: %s", self.kind, error)
+            log.warning("the API server seems not to serve the kind %s: %s", self.kind, error)
         self.store.keep_only(self.namespace, (), "")
         self._version, self.served = "", False
         self.filled.set()

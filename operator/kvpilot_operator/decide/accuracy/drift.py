@@ -116,5 +116,5 @@ def _act_on_drift(c: Context, dtype: str, text: str, *, new: bool) -> Context:
             return c
         c = c.record(Action.ROLL_BACK, reason, f"{text}; {dtype} gives way", from_dtype=dtype, warning=True)
         return c.deny(dtype, reason, text, seconds)
-    why = "accuracy.onFailure is Report" if seconds > 0 else "rollout.denySeconds is 0, nothing is denied"
+    why = "accuracy.onFailure is Report" if seconds > 0 else "rollout.denySeconds is 0, so nothing is denied"
     return c.event(reason, f"{text}; {dtype} keeps serving: {why}", warning=True) if new else c

@@ -59,7 +59,7 @@ def metrics(c: Context) -> Line:
     if workload.implausible:
         less = f"; left out for implausible metrics: {'; '.join(workload.implausible)}{less}"
     if workload.stalled:
-        less = f"; have requests but make no tokens: {'; '.join(workload.stalled)}{less}"
+        less = f"; engines with requests but without new tokens: {'; '.join(workload.stalled)}{less}"
         return Line("True", WorkloadKind.ENGINES_STALLED, f"{capacity}{less}")
     return Line("True", Reason.SCRAPED, f"{capacity}{less}")
 

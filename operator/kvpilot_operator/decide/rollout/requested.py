@@ -53,5 +53,5 @@ def _retry(c: Context) -> Context:
         return c
     c = c.set(history=(msgspec.structs.replace(last, reason=Reason.SUPERSEDED), *older)) if waits else c
     c = c.set_kv(denied=tuple(one for one in c.status.kv_cache.denied if one != standing))
-    text = f"{last.dtype} may be tried again at once, by annotation {CANARY_ANNOTATION}; before: {last.message}"
+    text = f"{last.dtype} may be tried again at once, by annotation {CANARY_ANNOTATION}; its last trial: {last.message}"
     return c.record(Action.JUDGE, "RetryAllowed", text, to_dtype=last.dtype)
