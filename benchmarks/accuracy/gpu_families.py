@@ -85,7 +85,7 @@ CASES: dict[str, Case] = {
     "gemma4-26b": GEMMA4,
     # On a GPU an attention chunk must consist of whole blocks of 64 tokens.
     "llama-4": Case(fields={"attention_chunk_size": 128}),
-    # On Hopper vLLM would use FlashInfer for this model's linear attention.
+    # On Hopper vLLM would use FlashInfer, which may be missing, for this model's linear attention.
     "qwen3-next": Case(engine={"gdn_prefill_backend": "triton"}),
     **{name: Case() for name in ("granite-4", "qwen3-moe", "nemotron-h", "lfm2", "qwen2", "qwen3", "phi3", "stablelm",
                                  "heads-of-192", "shared-kv-head", "plain")},

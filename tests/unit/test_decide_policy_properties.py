@@ -141,7 +141,7 @@ def test_during_a_trial_only_a_surge_adds_replicas(s):
 
 @given(situations())
 @settings(max_examples=200)
-def test_only_their_owner_chooses_replicas_and_within_the_limits(s):
+def test_the_pilot_changes_replicas_only_in_mode_operator_and_within_the_limits(s):
     chosen, scaling = choose_step(s).chosen, s.spec.scaling
     if chosen.action == "ScaleOut":
         assert scaling.mode == "Operator"

@@ -15,7 +15,7 @@ from kvpilot_operator.state.objects import ON_ITS_WAY, PodView
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import Canary, Stable, clip
 
-# Reason of a target that replaces a dtype with wrong answers. Its canary is probed, but skips the traffic steps.
+# Reason of a target that replaces a dtype whose answers are wrong. Its canary is probed, but skips the traffic steps.
 URGENT = Reason.ACCURACY_DRIFTED
 IDLE_SECONDS = 300
 
