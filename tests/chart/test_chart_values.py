@@ -213,7 +213,7 @@ def chart_readme(root, monkeypatch):
     sys.modules.pop("chart_readme")
 
 
-def test_a_value_without_a_description_is_an_error(chart, chart_readme):
+def test_a_chart_value_without_a_description_is_an_error(chart, chart_readme):
     text = (chart / "values.yaml").read_text()
     described = list(chart_readme.documented(text))
     assert {one.path.partition(".")[0] for one in described} == yaml.safe_load(text).keys()

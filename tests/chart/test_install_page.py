@@ -130,7 +130,7 @@ def clear(person: Person) -> None:
             person.is_gone(f"/api/v1/namespaces/{name}")
 
 
-def test_every_section_with_commands_is_run_below() -> None:
+def test_every_section_of_the_install_page_with_commands_has_a_test() -> None:
     titles = re.findall(r"^## (.*)", PAGE, re.MULTILINE)
     run = [
         "With Helm", "With plain manifests", "Serve a model", "Some namespaces only", "Who may do what", "Upgrade",
@@ -163,7 +163,7 @@ def test_commands_within_the_text_have_existing_options() -> None:
         assert set(one.options) <= options_of(programs[one.words[0]], *subcommand(one.words)), text
 
 
-def test_the_commands_of_with_helm_install_two_operator_pods_and_a_lease(person: Person) -> None:
+def test_the_helm_commands_install_two_operator_pods_and_a_lease(person: Person) -> None:
     install, test, pods = section("With Helm")
     assert "STATUS: deployed" in person.runs(install)
     assert re.search(r"Phase: +Succeeded", person.runs(test))
@@ -172,7 +172,7 @@ def test_the_commands_of_with_helm_install_two_operator_pods_and_a_lease(person:
     assert "lease.coordination.k8s.io/kvpilot-operator" in found
 
 
-def test_the_commands_of_serve_a_model_start_a_service_that_becomes_ready(person: Person) -> None:
+def test_the_commands_that_serve_a_model_start_a_service_that_becomes_ready(person: Person) -> None:
     namespace, secret, apply, watch, describe = section("Serve a model")
     person.runs(namespace)
     person.runs(secret)
@@ -195,19 +195,19 @@ def served(person: Person) -> set[str]:
     return {value for option, _, value in told if option == "--served-model-name"}
 
 
-def test_the_command_of_who_may_do_what_lists_the_operators_rights_without_secrets(person: Person) -> None:
+def test_the_command_on_rights_lists_those_of_the_operator_and_no_secrets(person: Person) -> None:
     (listed,) = section("Who may do what")
     rights = person.runs(listed)
     assert re.search(r"^quantizedllmservices\.kvpilot\.io/status .*patch", rights, re.MULTILINE)
     assert "secrets" not in rights
 
 
-def test_the_command_of_upgrade_makes_a_second_revision_of_the_release(person: Person) -> None:
+def test_the_upgrade_command_makes_a_second_revision_of_the_release(person: Person) -> None:
     upgrade, *_ = section("Upgrade")
     assert "REVISION: 2" in person.runs(upgrade)
 
 
-def test_the_commands_of_uninstall_remove_the_operator_then_services_then_the_crd(person: Person) -> None:
+def test_the_uninstall_commands_remove_the_operator_then_services_then_the_crd(person: Person) -> None:
     uninstall, services, definition = section("Uninstall")
     person.runs(uninstall)
     assert not person.has(f"/apis/apps/v1/namespaces/{HOME}/deployments/kvpilot-operator")
@@ -219,7 +219,7 @@ def test_the_commands_of_uninstall_remove_the_operator_then_services_then_the_cr
     person.runs(definition)
 
 
-def test_the_commands_of_some_namespaces_only_install_an_operator_for_one_namespace(person: Person) -> None:
+def test_the_commands_for_some_namespaces_install_an_operator_for_one_namespace(person: Person) -> None:
     namespace, install = section("Some namespaces only")
     person.runs(namespace)
     # test_chart_scope.py covers two operators with different scopes.
@@ -241,7 +241,7 @@ def test_helm_adopts_a_crd_that_was_applied_by_hand(person: Person) -> None:
     person.runs(install, "--dry-run=server")
 
 
-def test_the_commands_of_with_plain_manifests_deploy_the_operator(person: Person) -> None:
+def test_the_commands_for_plain_manifests_deploy_the_operator(person: Person) -> None:
     first, *alternatives, rollout = section("With plain manifests")
     for one, *more in ((first,), *((one, "--dry-run=server") for one in alternatives)):
         done = person.tries(one, *more)

@@ -83,7 +83,7 @@ def test_the_end_of_a_failed_containers_log_is_in_its_status(tenant: Tenant) -> 
     assert tenant.pod("words")["status"]["phase"] == "Failed"
 
 
-def test_a_message_file_is_preferred_and_a_finished_pod_succeeds(tenant: Tenant) -> None:
+def test_a_termination_message_comes_from_the_file_and_a_finished_pod_succeeds(tenant: Tenant) -> None:
     tenant.run("file", container(command=["sh", "-c", "echo -n kept > /dev/termination-log"]), restartPolicy="Never")
     end = tenant.wait("file", lambda s: s.get("state", {}).get("terminated"), "ended")["state"]["terminated"]
     assert (end["exitCode"], end["reason"], end["message"]) == (0, "Completed", "kept")

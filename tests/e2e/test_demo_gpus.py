@@ -19,7 +19,7 @@ IMAGE = "kvpilot/story-engine:dev"
 ILL = {"name": "FAULTY_ENGINE", "value": json.dumps({"completions": "random", "only_dtype": BAD})}
 
 
-async def test_the_story_on_gpus_happens_and_is_measured(tmp_path):
+async def test_the_demos_story_for_gpus_runs_to_its_end_and_is_measured(tmp_path):
     table = tmp_path / "images.yaml"
     table.write_text(yaml.safe_dump({"images": [story_engine.image(tmp_path / "engine", IMAGE)]}))
     example = gpus.manifest(imagined=True)

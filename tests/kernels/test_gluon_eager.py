@@ -64,7 +64,7 @@ def test_an_access_outside_its_tensor_raises_unless_masked(at: int) -> None:
     assert load(pointer, mask=np.array([True, False]), other=5).tolist() == [0, 5]
 
 
-def test_a_view_ends_with_its_last_element() -> None:
+def test_an_access_past_the_last_element_of_a_view_raises() -> None:
     view = WORDS[:2, 1:3]
     assert load(Pointer.of(view) + np.array([0, 9])).tolist() == [1, 10]
     with pytest.raises(IndexError):

@@ -144,7 +144,7 @@ def test_a_nan_query_gives_nan_and_changes_no_other_output() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_out_may_be_a_part_of_a_wider_buffer(dtype: torch.dtype) -> None:
+def test_decode_may_write_into_a_part_of_a_wider_buffer(dtype: torch.dtype) -> None:
     batch = Batch("k4v2", 96, [33, 20], seed=1, ratio=3)
     query, plan = batch.queries(), batch.plan()
     buffer = torch.full((3, 8 * 96), 7.0, dtype=dtype)

@@ -126,7 +126,7 @@ def test_every_spelling_of_a_checked_option_is_checked(parser: FlexibleArgumentP
     assert tried > 100
 
 
-def test_every_other_option_is_passed_to_vllm_unchanged(parser: FlexibleArgumentParser) -> None:
+def test_options_that_kvpilot_serve_does_not_check_are_passed_to_vllm_unchanged(parser: FlexibleArgumentParser) -> None:
     for name, action in options(parser).items():
         if action.dest not in {*CHECKED, "config", "help"}:
             assert set_to(name, action) in serve.parse(["--model=m", set_to(name, action)])[1]

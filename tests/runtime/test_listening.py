@@ -44,6 +44,6 @@ def test_without_dual_stack_sockets_the_engine_listens_on_ipv4(monkeypatch: pyte
     assert engines_host(monkeypatch) == "0.0.0.0"  # noqa: S104 - what a pod listens at
 
 
-def test_the_variable_sets_another_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_sets_the_address_to_listen_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(listening.HOST, "127.0.1.2")
     assert listening.host() == "127.0.1.2"

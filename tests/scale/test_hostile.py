@@ -71,7 +71,7 @@ def test_the_operator_answers_the_kubelet_all_the_time(measured):
         assert measured[phase]["healthz"]["count"] > measured[phase]["cycles"]
 
 
-def test_the_cpu_use_is_reported(measured):
+def test_the_cores_used_by_each_program_are_measured(measured):
     programs = {"kvpilot-operator", "kube-apiserver", "etcd", "hostile_engines good", "hostile_engines hostile"}
     for phase in ("quiet", "hostile"):
         cores = measured[phase]["cores"]

@@ -27,7 +27,7 @@ def test_tokens_kept_in_16_bits_count_in_the_size_of_our_rows_and_of_kvarns():
     assert bits("kvarn_k4v4+exact", 128) - bits("kvarn_k4v4", 128) == pytest.approx(256 * 11.625 / 4096)
 
 
-def test_every_row_of_the_table_can_be_read():
+def test_every_row_name_of_the_accuracy_table_can_be_parsed():
     factors = {0: Factors.identity(2, 64)}
     for name in every_name():
         found = reading(name, factors)

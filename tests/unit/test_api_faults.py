@@ -52,7 +52,7 @@ def test_an_object_that_is_older_than_a_rule_is_either_refused_or_rendered(bad: 
         ["--chat-template", "{{ messages }} and so on"],
     ],
 )
-def test_a_value_with_spaces_has_no_fault(arguments: list[str]) -> None:
+def test_an_item_of_extra_args_whose_value_has_spaces_has_no_fault(arguments: list[str]) -> None:
     spec = {**GOOD["spec"], "engine": {**GOOD["spec"]["engine"], "extraArgs": arguments}}
     assert faults({**GOOD, "spec": spec}) == ()
 

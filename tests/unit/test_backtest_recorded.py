@@ -38,7 +38,7 @@ def written(rows: Rows) -> str:
 
 
 @given(some_rows)
-def test_requests_come_in_order_from_the_first_on_and_those_without_tokens_are_counted(rows: Rows) -> None:
+def test_recorded_requests_are_sorted_by_arrival_and_those_without_tokens_are_left_out(rows: Rows) -> None:
     asked = sorted((row for row in rows if row[1] and row[2]), key=lambda row: row[0])
     text = io.StringIO(written(rows), newline="")
     if not asked:

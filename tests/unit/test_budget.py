@@ -34,7 +34,7 @@ async def test_lines_are_joined_from_chunks_and_empty_lines_are_dropped() -> Non
 
 
 @pytest.mark.parametrize(("most", "longest", "words"), [(5, 9, "more bytes"), (9, 3, "a line of more than 3 bytes")])
-async def test_lines_beyond_a_limit_are_refused(most: int, longest: int, words: str) -> None:
+async def test_a_stream_with_too_many_bytes_or_a_too_long_line_is_refused(most: int, longest: int, words: str) -> None:
     with pytest.raises(OverBudget, match=f"here: {words}"):
         async for _ in whole_lines(_chunks(b"abc", b"def"), "here", most, longest):
             pass

@@ -43,7 +43,7 @@ def test_a_subject_in_the_imperative_with_72_characters_passes(subject: str) -> 
         ("", "begins with ''"),
     ],
 )
-def test_any_other_subject_is_refused(subject: str, fault: str) -> None:
+def test_a_commit_subject_that_breaks_a_rule_is_refused(subject: str, fault: str) -> None:
     (found,) = check_prose.subject_faults(subject)
     assert fault in found
 
@@ -102,5 +102,5 @@ def test_a_page_of_docs_may_have_200_lines_and_a_generated_page_more(
     assert fault.startswith("docs/long.md: 201 lines")
 
 
-def test_the_repository_passes() -> None:
+def test_the_pages_of_this_repository_pass_the_prose_checks() -> None:
     assert list(check_prose.page_faults(check_prose.ROOT, check_prose.pages(check_prose.ROOT))) == []

@@ -64,7 +64,7 @@ def test_each_listed_task_has_a_recipe(what: str) -> None:
     assert sum(what in recipe[0] for recipe in RECIPES) == 1
 
 
-def test_the_named_targets_and_files_exist() -> None:
+def test_make_targets_and_files_that_contributing_names_exist() -> None:
     targets = (ROOT / "Makefile").read_text().partition("\n")[0].removeprefix(".PHONY: ").split()
     assert set(re.findall(r"`make (\w+)`", PAGE)) <= set(targets)
     for path in re.findall(r"\]\(([^)#]+)", PAGE):

@@ -34,7 +34,7 @@ def test_engines_that_our_service_does_not_select_are_not_ready(kind: str) -> No
 
 
 @pytest.mark.parametrize("traffic", [NAME, ""])
-def test_engines_behind_a_service_of_ours_serve(traffic: str) -> None:
+def test_serving_is_true_if_the_operators_kubernetes_service_selects_ready_engines(traffic: str) -> None:
     assert told(running(OBJ, "auto", traffic=traffic, rejections=()), "Serving").status == "True"
 
 

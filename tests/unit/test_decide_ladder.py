@@ -196,7 +196,7 @@ def test_an_unsupported_option_rules_our_dtypes_out(dtype, engine, named):
     assert reason(dtype, spec_of(manifest(engine={"image": "i"})), model=None) is None
 
 
-def test_fields_of_the_spec_count_like_the_arguments_that_they_render():
+def test_a_field_rules_out_dtypes_like_the_engine_argument_that_it_renders():
     drafts = {"image": "i", "extraArgs": ["--spec-model=org/draft"]}
     assert reason("k4v4", spec_of(manifest(engine=drafts)), model=None) is None
     offloading = spec_of(manifest(engine=drafts, kvCache={"offload": {"cpuMemoryGiB": 8}}))

@@ -34,7 +34,7 @@ def test_vllms_own_integer_caches_are_forecast_to_be_slower(dtype):
     assert (expected(dtype).percent or 0) > 100
 
 
-def test_large_heads_are_forecast_by_what_was_measured_at_256_if_anything_was():
+def test_heads_above_128_are_forecast_by_measurements_at_256_if_there_are_any():
     wide = replace(LLAMA, head_dim=256, kv_heads=4)
     small, large = (expected("k4v4", model=model).percent for model in (LLAMA, wide))
     # The same bytes are read at 0.72 instead of 0.84 times the speed of 16 bits.

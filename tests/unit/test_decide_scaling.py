@@ -80,7 +80,7 @@ def test_a_change_of_owner_starts_from_the_users_number():
     st.integers(0, 20), st.sampled_from(["Operator", "External"]), st.integers(0, 4), st.integers(4, 9),
     st.none() | st.integers(0, 20), st.none() | st.integers(0, 20),
 )  # fmt: skip
-def test_the_number_is_always_within_the_limits_and_stable(count, mode, least, most, had, of):
+def test_the_target_number_of_replicas_is_always_within_the_limits_and_stable(count, mode, least, most, had, of):
     s = spec(count, mode, minReplicas=least, maxReplicas=most)
     once = kept(s, Scaling(desired_replicas=had, spec_replicas=of), NOW)
     assert least <= target_replicas(s, once) <= most

@@ -149,7 +149,7 @@ def test_a_constant_load_writes_nothing_after_the_first_reconcile(obj, dtype, lo
     assert not third.events
 
 
-def test_figures_that_hardly_move_write_nothing():
+def test_a_figure_that_hardly_changes_does_not_change_the_status():
     s = serving(auto(), usage=0.30, waiting=0.0)
     s = again(s, decide(s))
     second = decide(s)

@@ -143,7 +143,7 @@ async def test_a_request_whose_connection_is_cut_counts_as_failed() -> None:
     assert (load.stats.ok, load.stats.failed) == (0, 2)
 
 
-async def test_stopping_lets_requests_in_flight_finish_and_counts_those_it_cuts() -> None:
+async def test_stopping_the_load_lets_requests_finish_and_counts_those_that_it_cuts_off() -> None:
     flying = 0
     answer = asyncio.Event()
 

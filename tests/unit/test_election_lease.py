@@ -105,7 +105,7 @@ def test_a_claim_whose_answer_was_lost_is_recognised_as_ours():
     assert not one.lost()
 
 
-def test_a_claim_counts_the_transition_and_keeps_others_metadata():
+def test_claiming_a_lease_counts_the_transition_and_keeps_the_metadata_of_others():
     one = candidate()
     lease = held("b", leaseTransitions=3)
     lease["metadata"]["labels"] = {"team": "serving"}
@@ -138,7 +138,7 @@ def test_the_first_lease_has_all_fields():
     assert claim["spec"]["leaseTransitions"] == 0
 
 
-def test_a_release_clears_only_the_holder():
+def test_releasing_a_lease_clears_only_its_holder():
     one = candidate()
     one.renewed(held("a", leaseTransitions=3), 0.0)
     spec = one.release(WALL)["spec"]

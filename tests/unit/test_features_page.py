@@ -22,7 +22,7 @@ def defined_in(file: str) -> set[str]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_each_row_names_existing_tests_or_says_not_run(row: tuple[str, ...]) -> None:
+def test_each_row_of_the_features_page_names_existing_tests_or_says_not_run(row: tuple[str, ...]) -> None:
     _, _, verdict, proof, gpu = row
     named = TEST.findall(proof)
     assert all(name in defined_in(file) for file, name in named), named

@@ -80,7 +80,7 @@ def test_a_serving_canary_is_probed_without_pressure_and_one_request_at_a_time(o
     assert most == 1
 
 
-async def test_latencies_are_those_of_the_answers_and_pauses_within_each_period(options: Any) -> None:
+async def test_latencies_of_each_period_count_only_questions_and_pauses_within_it(options: Any) -> None:
     pair = Pair(options, record.Record(options), "", "")
     pair.alone, pair.beside = [(0.0, 10.0)], [(10.0, 20.0)]
     turns = [Turn(sent=1.0, chunks=[1.5, 1.6, 1.7]), Turn(sent=11.0, chunks=[13.0, 14.0])]

@@ -35,7 +35,7 @@ def test_the_raw_results_have_only_known_rows_and_end_each_row_with_a_verdict() 
     assert verdicts <= {"Passed", "Failed", "Error", "Inconclusive"}
 
 
-def test_the_page_shows_the_raw_results() -> None:
+def test_the_page_of_the_detection_matrix_shows_the_raw_results() -> None:
     rows = RAW["rows"]
     for part in (page.summary(rows), page.modes(rows), page.healthy(rows), page.damages()):
         assert part in PAGE

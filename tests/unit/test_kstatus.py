@@ -103,12 +103,12 @@ def columns(obj: dict[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def test_every_state_has_a_row_and_every_row_a_state() -> None:
+def test_the_docs_table_has_exactly_the_tested_states_of_a_service() -> None:
     assert list(rows()) == list(STATES)
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_state_is_reported_as_its_row_says(name: str) -> None:
+def test_conditions_kstatus_argo_cd_and_flux_show_each_state_as_the_docs_say(name: str) -> None:
     obj = STATES[name]()
     told = [shown(obj, kind) for kind in TOLD]
     assert [*told, compute(obj), argo(obj)[0], flux(obj)] == rows()[name]

@@ -55,7 +55,9 @@ def test_missing_tools_are_named_with_their_packages(monkeypatch: pytest.MonkeyP
         debian.check_tools()
 
 
-def test_given_programs_without_an_api_server_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_of_given_programs_without_an_api_server_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path))
     (tmp_path / "etcd").touch()
     with pytest.raises(MissingTool, match="kube-apiserver"):

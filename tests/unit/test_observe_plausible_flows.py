@@ -117,7 +117,7 @@ def test_pods_without_a_page_are_counted_and_gauges_come_from_the_others() -> No
     assert (sample.pods, sample.unanswered) == (1, 2)
 
 
-def test_use_is_weighted_by_capacity_and_counts_add_up() -> None:
+def test_a_samples_kv_use_is_weighted_by_capacity_and_its_request_counts_add_up() -> None:
     small = replace(BUSY, usage=0.2, capacity_tokens=8_000, waiting=3)
     sample = ScrapeLoop().scrape(0, {"a": replace(BUSY, waiting=3), "b": small})
     assert sample.usage == pytest.approx((0.6 * 2 + 0.2) / 3)

@@ -43,7 +43,7 @@ def test_a_pod_of_a_replica_set_of_our_deployment_is_ours() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_pod_with_our_labels_and_another_owner_is_not(stranger: dict[str, Any], why: str) -> None:
+def test_a_pod_with_our_labels_and_another_owner_is_not_ours(stranger: dict[str, Any], why: str) -> None:
     assert not is_ours(stranger, "chat")
 
 

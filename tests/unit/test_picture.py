@@ -31,7 +31,7 @@ def test_a_command_that_fails_or_is_missing_leaves_the_last_recording(
     assert "no-such-program does not start" in told
 
 
-def test_a_picture_begins_at_the_text_and_loads_nothing_from_elsewhere() -> None:
+def test_a_picture_of_a_recording_begins_at_the_given_text_and_loads_no_files() -> None:
     drawn = picture.draw("$ make demo\nbefore\nhere it \x1b[32mbegins\x1b[0m\nend\n", "here")
     assert "before" not in drawn
     assert all(word in drawn for word in ("here", "begins", "end", "make&#160;demo"))

@@ -130,7 +130,7 @@ def test_figures_equal_those_of_the_benchmarks_page() -> None:
             assert figure in page, figure
 
 
-def test_the_numbers_of_users_are_the_last_level_within_the_limits_and_the_next_one() -> None:
+def test_the_readmes_numbers_of_users_are_those_of_the_benchmarks_raw_file() -> None:
     runs = json.loads((ROOT / "docs/benchmarks/h200-users.json").read_text())["one host"]
     claim = re.search(
         r"serves (\d+) users .*?, (\d+) with `fp8` and (\d+) with bf16.*?\((\d+), (\d+), (\d+)\)", README, re.S

@@ -90,7 +90,7 @@ def test_a_part_of_the_tests_that_ran_no_test_has_failed(
     assert capfd.readouterr().out.splitlines()[-1] == "0 passed, 1 failed"
 
 
-def test_an_unknown_part_is_refused_before_any_part_runs(
+def test_an_unknown_part_of_the_tests_is_refused_before_any_part_runs(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
         (["publish"], "site: publish needs a version"),
     ],
 )
-def test_a_wrong_call_ends_with_the_remedy_and_installs_nothing(
+def test_a_wrong_call_of_site_sh_ends_with_the_remedy_and_installs_nothing(
     arguments: list[str], told: str, tmp_path: Path
 ) -> None:
     environment = {**os.environ, "CHROMIUM": "/nowhere/chromium", "KVPILOT_CACHE": str(tmp_path)}

@@ -26,7 +26,7 @@ def outputs() -> list[tuple[str, str]]:
     return list(zip(parts[::2], parts[1::2], strict=True))
 
 
-def test_the_page_equals_the_scripts_output_of_one_run() -> None:
+def test_the_worked_example_equals_the_scripts_output_of_one_run() -> None:
     day, vllm = re.findall(r"one real run on ([\d-]+): .* vLLM ([\d.]+) on", PAGE, re.DOTALL)[0]
     assert worked_example.page([text for _, text in outputs()], day, vllm) == PAGE
     assert all(text for _, text in outputs())

@@ -89,7 +89,7 @@ async def test_a_change_during_a_reconcile_starts_another_one_afterwards() -> No
     assert log.most == 1
 
 
-async def test_changed_services_come_first_and_due_ones_are_not_starved() -> None:
+async def test_changed_services_are_reconciled_first_and_unchanged_ones_are_not_starved() -> None:
     log = Log()
     queue = queue_of(log)
     for i in range(40):
