@@ -104,7 +104,7 @@ def check_phone(page: Page, home: str, paths: list[str]) -> None:
         page.goto(home + path)
         width = page.evaluate("document.documentElement.scrollWidth")
         if width > PHONE["width"]:
-            raise Fault(f"{path} is {width} pixels wide")
+            raise Fault(f"{path} is {width} pixels wide, and the phone's screen {PHONE['width']}")
     page.goto(home)
     page.locator("label.md-header__button[for=__drawer]").click()
     expect(page.locator(".md-sidebar--primary label", has_text="Operate").first).to_be_in_viewport()

@@ -24,14 +24,14 @@ from kvpilot_smallmodels.families import VOCABULARY, make
 
 MODEL, EXPERTS, DTYPE = "plain", "qwen3-moe", "float16"
 WIDTH = 2
-"""Number of GPUs of an engine on several GPUs."""
+"""Number of GPUs of an engine that runs on several."""
 SPREAD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tensor parallel": (MODEL, "answers", {"tensor_parallel_size": WIDTH}),
     "pipeline parallel": (MODEL, "answers", {"pipeline_parallel_size": WIDTH}),
     "data parallel": (MODEL, "data_parallel", {"data_parallel_size": WIDTH}),
     "expert parallel": (EXPERTS, "answers", {"tensor_parallel_size": WIDTH, "enable_expert_parallel": True}),
 }
-"""Runs on several GPUs by name: the model, the kind of requests, and the engine's options on one GPU."""
+"""Features that are tested on several GPUs, by name: the model, the kind of requests, and the engine's options."""
 ON_ONE = ("fp8", "sleep", "adapter", "details")
 Rows = dict[str, dict[str, Any]]
 ON_TWO = ("auto/crowded", "k4v4/crowded", "k4v4/codec")

@@ -69,7 +69,7 @@ async def test_the_operators_metrics_agree_with_the_engines(monitored):
     assert float(running["value"][1]) > 0
 
 
-async def test_prometheus_evaluates_every_alert_and_none_is_critical_here(monitored):
+async def test_prometheus_evaluates_every_alert_and_a_healthy_service_raises_no_critical_one(monitored):
     groups = (await monitored.ask("rules"))["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     assert {rule["name"] for rule in rules} == {rule["alert"] for rule in alerts()}

@@ -155,7 +155,7 @@ def ending(after: int, finish: str | None) -> Handler:
             return
         start, count = len(body["prompt"]), min(after, body["max_tokens"])
         steps = [event(f"token_id:{i}", {f"token_id:{i}": -0.1}) for i in range(start, start + count)]
-        # vLLM may send the last token first, and the finish_reason in a separate chunk.
+        # vLLM may send the finish_reason in a separate chunk, after the chunk with the last token.
         done = {"choices": [{"text": "", "logprobs": None, "finish_reason": finish}]}
         stream(writer, *steps, b"data: " + json.dumps(done).encode() + b"\n\n")
 
