@@ -51,7 +51,7 @@ class UserCluster(DemoService):
     @property
     def logs(self) -> str:
         """Return a text with the commands that show the logs."""
-        return f"kubectl -n {NAMESPACE} logs -l {SERVICE_LABEL}={self.name} --tail=50, and the operator's"
+        return f"kubectl -n {NAMESPACE} logs -l {SERVICE_LABEL}={self.name} --tail=50, and the operator's log"
 
     def manifest(self) -> Object:
         """Return the example with the user's image and model."""

@@ -22,7 +22,7 @@ from kvpilot_kernels.gpu.store import ring_slots as ring
 launched: list[str] = []
 """Kernels that a GPU would have run."""
 compiled: list[str] = []
-"""Kernels that were compiled, not found in a cache."""
+"""Kernels that were compiled because no cache had them."""
 said: list[str] = []
 
 

@@ -61,7 +61,7 @@ def test_a_step_with_drafts_equals_steps_of_single_tokens_after_rejected_drafts(
     engine.step({"b": 3, "a": 1, "c": 30}, padding=3, wrong={"b": 1})
     engine.step({"a": 1, "b": 1, "c": 1}, padding=5)
     engine.step({"a": 2, "c": 4, "b": 1}, padding=2, wrong={"c": 1})
-    # a's new tokens are outside its prompt. Only the GPU knows its length, because drafts may be rejected.
+    # The new tokens of a are outside its prompt. Only the GPU knows how long a is, because drafts may be rejected.
     engine.step({"b": 4, "c": 1, "a": 9}, padding=2, wrong={"b": 2}, resumed=True)
 
 
