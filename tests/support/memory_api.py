@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ from kvpilot_operator.state.snapshot import ServerFacts
 from kvpilot_operator.state.status import Condition, parse_status
 from support.services import KEY, NOW
 
+T = TypeVar("T")
 What = tuple[str, str]
 
 
@@ -242,9 +243,10 @@ class Operator:
         return found
 
 
-def _copied(obj: Any) -> Any:
+def _copied(obj: T) -> T:
     """Return a deep copy of JSON. This takes a tenth of the time of `copy.deepcopy`."""
-    return msgspec.json.decode(msgspec.json.encode(obj))
+    made: T = msgspec.json.decode(msgspec.json.encode(obj))
+    return made
 
 
 def _merged(known: Any, new: Any) -> Any:
