@@ -86,8 +86,8 @@ def test_a_process_and_its_children_end_after_a_signal_or_if_the_parent_ends(tmp
 
 def test_a_process_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     file = tmp_path / "numbers"
-    words = "import sys; from own_environment import serve; serve(sys.argv[1])"
-    command = [sys.executable, "-P", "-c", words, str(file)]
+    words = "import sys, own_environment, support.own_process as own; own.FORKS = 'bare_forks'"
+    command = [sys.executable, "-P", "-c", f"{words}; own_environment.serve(sys.argv[1])", str(file)]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}) as asker:
         waiting = numbers(file)
         server = int(Path(f"/proc/{waiting[0]}/stat").read_text().rpartition(")")[2].split()[1])

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 HANGS = 1200
 """Time limit in seconds: ten times the duration of the longest question."""
 
+FORKS = "support.vllm_forks"
+"""Program of the servers."""
+
 QUIET = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
@@ -133,7 +136,7 @@ def _start(variables: Mapping[str, str]) -> _Server:
         listener.listen()
         number = listener.fileno()
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "support.vllm_forks", str(number)], stdin=subprocess.PIPE,
+            [sys.executable, "-P", "-m", FORKS, str(number)], stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL, env=variables, pass_fds=[number], start_new_session=True,
         )  # fmt: skip
     return _Server(process, where)
