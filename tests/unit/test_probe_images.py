@@ -8,7 +8,7 @@ from zlib import crc32
 import pytest
 from PIL import Image
 
-from kvpilot_probes import codec, packs, pictures
+from kvpilot_probes import codec, packs, pictures, pressure
 from kvpilot_probes.answers import read_chat
 from kvpilot_probes.codec import Baseline
 from kvpilot_probes.errors import EngineRefused, EnginesDiffer, MalformedAnswer, NothingFits
@@ -92,7 +92,13 @@ async def test_a_healthy_engine_gets_eight_questions_about_pictures_and_shows_no
     assert True in firsts and False in firsts, "pictures come before and after texts"
     # Each prompt is sent once before its answer counts, so that the answer reads the picture's pages from the cache.
     assert sorted(body["max_tokens"] for body in asked)[:8] == [1] * 8
-    assert chosen(kept, range(8), 2048) == [], "no picture's tokens go into a prompt without the picture"
+
+
+async def test_the_tokens_of_a_picture_are_never_sent_without_the_picture() -> None:
+    for sets in (["builtin/images"], ["builtin/general", "builtin/long-context", "builtin/images"]):
+        kept = await captured(seeing(), *sets)
+        assert not {PICTURE[0]} & set(pressure._other_tokens(kept, 100_000))
+        assert all(kept.prompts[i].shown is None for i in chosen(kept, range(len(kept.prompts)), 2048))
 
 
 async def test_after_a_different_token_the_answer_about_a_picture_continues_from_the_baselines() -> None:
