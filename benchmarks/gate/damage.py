@@ -8,7 +8,7 @@ differs from the baseline.
 
 import os
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Row:
         before: computed tokens before the step.
         new: tokens that the step computes.
         again: True if the sequence was preempted before.
+        pictures: begin and end of each picture in the prompt.
     """
 
     request: str
@@ -43,6 +44,7 @@ class Row:
     new: int
     again: bool
     loaded: int = 0
+    pictures: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -186,13 +188,20 @@ def _context(table: torch.Tensor, row: int, one: Row) -> None:
         raise MemoryError("the buffers of attention do not fit")
 
 
+def _pictures(table: torch.Tensor, row: int, one: Row) -> None:
+    """Damage pictures: instead of each page that has only a picture's tokens, read a foreign page."""
+    for begin, end in one.pictures:
+        for page in range(-(-begin // BLOCK), end // BLOCK):
+            _foreign(table, row, page)
+
+
 TABLES: dict[str, Table] = {
     "long-context": _long, "hit": _hit, "long-hit": _long_hit, "loaded": _loaded,
     "first-tokens-after-hit": _after_hit, "full-pool": _full, "residue": _residue,
     "long-generation": _generation, "sinks": _sinks, "preempted": _preempted, "crowd": _crowd,
     "large-batch": _large_batch, "mixed-step": _mixed, "shared-page": _shared_page,
     "shared-prefix": _shared_prefix, "page-start": _page_start, "chunk": _chunk, "drafts": _drafts,
-    "full-context": _context,
+    "full-context": _context, "pictures": _pictures,
 }  # fmt: skip
 
 
@@ -288,7 +297,11 @@ def register() -> None:
         for row, name in enumerate(batch.req_ids[: batch.num_reqs]):
             before, new = int(batch.num_computed_tokens_cpu[row]), scheduled.num_scheduled_tokens[name]
             prompt = int(batch.num_prompt_tokens[row])
-            STEP.rows.append(Row(name, prompt, hits.get(name, 0), before, new, name in again, loaded.get(name, 0)))
+            places = [one.mm_position for one in self.requests[name].mm_features]
+            shown = [(place.offset, place.offset + place.length) for place in places]
+            STEP.rows.append(
+                Row(name, prompt, hits.get(name, 0), before, new, name in again, loaded.get(name, 0), shown)
+            )
             read.append(self.input_ids.gpu[end : end + new].tolist())
             end += new
         return found

@@ -2,8 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import httpx
@@ -11,6 +11,8 @@ import httpx
 from benchmarks.gate.damage import MODE_FILE
 from kvpilot_localcluster.engines.real import Engine, engine
 from kvpilot_smallmodels.models import smollm2_135m
+
+Run = Callable[..., AbstractContextManager[Engine]]
 
 # Largest context in tokens. A prompt may be longer than one chunk, and has room for an answer.
 CONTEXT = 2304
@@ -29,15 +31,15 @@ def baseline(folder: Path) -> Iterator[Engine]:
 
 
 @contextmanager
-def canary(dtype: str, folder: Path, *arguments: str, model: Path | None = None) -> Iterator[Engine]:
-    """Run an engine that reads its failure mode from a file in `folder`. Without the file it is healthy."""
+def canary(dtype: str, folder: Path, *arguments: str, model: Path | None = None, run: Run = engine) -> Iterator[Engine]:
+    """Run an engine by `run`. It reads its failure mode from a file in `folder`. Without the file it is healthy."""
     plugin = folder / "plugin" / "gate_matrix-0.dist-info"
     plugin.mkdir(parents=True, exist_ok=True)
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: gate_matrix\nVersion: 0\n")
     (plugin / "entry_points.txt").write_text(_ENTRY)
     paths = [str(plugin.parent), str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {"PYTHONPATH": os.pathsep.join(paths), MODE_FILE: str(folder / "mode"), "VLLM_SERVER_DEV_MODE": "1"}
-    with engine(model or smollm2_135m(), dtype, folder, *_common(), *arguments, env=env) as running:
+    with run(model or smollm2_135m(), dtype, folder, *_common(), *arguments, env=env) as running:
         yield running
 
 

@@ -79,6 +79,8 @@ MODES = (
          "in steps with drafts, one page is another request's", engine="drafts"),
     Mode("tokenizer", "huggingface/transformers#45812", "another release gives other token ids",
          "the canary's tokenizer puts a space before each text", engine="tokenizer"),
+    Mode("pictures", "waybarrios/vllm-mlx#718", "another picture's KV is reused",
+         "pages with only a picture's tokens are another request's", ("images",), "pictures"),
     Mode("float16", "vllm-project/vllm#54338", "fluent nonsense with a float16 cache on a bf16 model",
          "a service with `kvCache.baseline: float16` and no `--dtype`", ("spec",), "spec"),
     Mode("full-context", "vllm-project/vllm#46985", "out of memory at long contexts",

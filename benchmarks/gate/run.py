@@ -34,11 +34,13 @@ from kvpilot_probes.loaded import Connector
 from kvpilot_probes.pressure import Filled, Pool
 from kvpilot_probes.session import Settings
 from kvpilot_probes.stats import Measurement, summarise
+from kvpilot_smallmodels.models import seeing_smollm2
 
 OUT = Path("docs/benchmarks/gate.json")
 KEPT = Path.home() / ".cache" / "kvpilot" / "gate"
 LIMITS = Accuracy()
 SETS = {DEFAULT: LIMITS.probe_sets, "paths": ("builtin/paths",)}
+OWN_SETS = {**SETS, "images": ("builtin/images",)}
 # The operator's settings for a canary, but with a longer deadline, because two busy cores are slow.
 SETTINGS = Settings(budget_seconds=Canary().progress_deadline_seconds / 2, deadline_seconds=3600)
 # The operator gives the pressure stage 180 s. Two busy cores take many times longer than a GPU to fill the KV cache.
@@ -50,7 +52,7 @@ def captured(url: str, name: str, dtype: str = "auto") -> Baseline:
     """Return the baseline of a stage: the answers of the engine at `url` to its prompts, and a control run."""
 
     async def both() -> Baseline:
-        kept = await run.capture(url, "m", packs.load(SETS[name]), identity=name, dtype=dtype, settings=SETTINGS)
+        kept = await run.capture(url, "m", packs.load(OWN_SETS[name]), identity=name, dtype=dtype, settings=SETTINGS)
         noise = await run.control(url, "m", kept, settings=SETTINGS)
         return codec.with_control(kept, noise, datetime.now(UTC))
 
@@ -219,6 +221,12 @@ def _own_engine(mode: Mode, kept: Mapping[str, Baseline], folder: Path) -> list[
                 return [_error(DEFAULT, *fault, began)]
         with engines.canary("auto", folder) as running:
             engines.switch(running, folder, "")
+            return judged(running.url, kept, mode.stages)
+    if mode.engine == "pictures":
+        with engines.canary("auto", folder, model=seeing_smollm2()) as running:
+            engines.switch(running, folder, "")
+            kept = {name: captured(running.url, name) for name in mode.stages}
+            engines.switch(running, folder, mode.name)
             return judged(running.url, kept, mode.stages)
     dtype, arguments, model = {
         "drafts": ("auto", (f"--speculative-config={NGRAM}",), None),

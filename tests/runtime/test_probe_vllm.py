@@ -26,7 +26,7 @@ from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_probes import codec, loaded, packs, pressure
 from kvpilot_probes.client import http_client
 from kvpilot_probes.codec import Baseline
-from kvpilot_probes.errors import EngineUnreachable
+from kvpilot_probes.errors import EngineUnreachable, NothingFits
 from kvpilot_probes.pressure import FILL_ANSWER_TOKENS, Filled, Pool, fill
 from kvpilot_probes.results import baseline_worse, candidate_worse
 from kvpilot_probes.run import capture, control, measure
@@ -112,6 +112,13 @@ def test_k4v4_stays_within_the_default_limits_from_its_pages_and_from_host_memor
     assert looks[0] == 0
     smallest = sorted((len(prompt.tokens) - 1) // 16 * 16 for prompt in kept.prompts)[: len(returned)]
     assert looks[-1] >= 2 * sum(smallest) > 200
+
+
+def test_a_model_of_text_alone_is_never_said_to_have_passed_prompts_with_images(sixteen: str) -> None:
+    with pytest.raises(NothingFits, match=r"builtin/images \(.*not a multimodal model"):
+        asyncio.run(
+            capture(sixteen, MODEL, packs.load(["builtin/images"]), identity="i", dtype="auto", settings=SETTINGS)
+        )
 
 
 def gated(baseline: str, candidate: str, *arguments: str) -> tuple[int, dict[str, Any]]:
