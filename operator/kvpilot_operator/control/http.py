@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from typing import NamedTuple
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -14,16 +13,11 @@ from kvpilot_operator.errors import ClusterError
 log = logging.getLogger(__name__)
 
 PATH = "/metrics"
+_NOBODY = "send the token of a ServiceAccount or user: Authorization: Bearer TOKEN\n"
 
 
-class Verdict(NamedTuple):
-    """HTTP status for a reader of /metrics: 200 if it may read, else an error with a message."""
-
-    status: int
-    text: str = ""
-
-
-_NOBODY = Verdict(401, "send the token of a ServiceAccount or user: Authorization: Bearer TOKEN\n")
+def _refusal(status: int, text: str) -> web.Response:
+    return web.Response(status=status, text=text, headers={"WWW-Authenticate": "Bearer"} if status == 401 else None)
 
 
 class MetricsAccess:
@@ -36,24 +30,27 @@ class MetricsAccess:
         self._cluster = cluster
         self._reviews = Permits(TOKEN_REVIEW)
 
-    async def verdict(self, authorization: str, peer: str) -> Verdict:
-        """Judge a request by its Authorization header, which may be empty. `peer` is the client's address."""
+    async def refusal(self, authorization: str, peer: str) -> web.Response | None:
+        """Return the answer to a request that may not read /metrics, or None if it may.
+
+        `authorization` is the Authorization header, which may be empty. `peer` is the client's address.
+        """
         scheme, _, token = authorization.partition(" ")
         token = token.strip()
         if scheme.lower() != "bearer" or not token:
-            return _NOBODY
+            return _refusal(401, _NOBODY)
         try:
             async with self._reviews.of(peer):
                 return await self._ask(token)
         except ClusterError as error:
             log.warning("a token for %s could not be reviewed: %s", PATH, error)
-            return Verdict(503, "the API server could not be asked about the token: try again\n")
+            return _refusal(503, "the API server could not be asked about the token: try again\n")
 
-    async def _ask(self, token: str) -> Verdict:
+    async def _ask(self, token: str) -> web.Response | None:
         known = await self._cluster.review("authentication.k8s.io/v1", "TokenReview", {"token": token})
         user = known.get("user") or {}
         if known.get("authenticated") is not True or not user.get("username"):
-            return _NOBODY
+            return _refusal(401, _NOBODY)
         spec = {
             "user": user["username"],
             "groups": user.get("groups") or [],
@@ -63,9 +60,9 @@ class MetricsAccess:
         }
         allowed = await self._cluster.review("authorization.k8s.io/v1", "SubjectAccessReview", spec)
         if allowed.get("allowed") is True:
-            return Verdict(200)
+            return None
         words = f"{user['username']} may not get {PATH}: bind it to a ClusterRole with nonResourceURLs [{PATH}]\n"
-        return Verdict(403, words)
+        return _refusal(403, words)
 
 
 async def serve_http(
@@ -84,10 +81,9 @@ async def serve_http(
 
     async def metrics(request: web.Request) -> web.Response:
         if access is not None:
-            verdict = await access.verdict(request.headers.get("Authorization", ""), request.remote or "")
-            if verdict.status != 200:
-                headers = {"WWW-Authenticate": "Bearer"} if verdict.status == 401 else None
-                return web.Response(status=verdict.status, text=verdict.text, headers=headers)
+            refused = await access.refusal(request.headers.get("Authorization", ""), request.remote or "")
+            if refused is not None:
+                return refused
         # Use a thread, because a large fleet's metrics take a second, and reconciles must continue meanwhile.
         page = await asyncio.to_thread(generate_latest, registry)
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
