@@ -86,7 +86,7 @@ WRONG: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_wrong_cluster_service_version_is_reported_by_name(bundle: Bundle, fault: str) -> None:
+def test_the_report_of_a_wrong_cluster_service_version_names_the_wrong_field(bundle: Bundle, fault: str) -> None:
     path, value = WRONG[fault]
     csv = copy.deepcopy(bundle.csv)
     *parents, last = ["metadata", "annotations", path.split(".")[-1]] if "annotations" in path else path.split(".")

@@ -93,7 +93,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_wrong_value_is_refused_by_name(chart, case):
+def test_a_wrong_value_is_refused_and_the_error_names_it(chart, case):
     values, named = REFUSED[case]
     with pytest.raises(HelmRefused) as caught:
         render(chart, values)

@@ -123,7 +123,7 @@ def test_a_sufficient_gpu_limit_is_accepted_in_every_spelling(
     assert status == 201, answer
 
 
-def test_a_misspelt_field_is_refused_by_name(cluster: LocalCluster) -> None:
+def test_a_misspelt_field_is_refused_and_the_message_names_it(cluster: LocalCluster) -> None:
     status, answer = create(cluster, {**GOOD, "spec": {**GOOD["spec"], "kvcache": {"mode": "Auto"}}})
     assert status == 400
     assert 'unknown field "spec.kvcache"' in answer["message"]

@@ -78,7 +78,9 @@ def test_a_warning_names_the_version_the_supported_ones_and_the_remedy(
 
 
 @pytest.mark.parametrize("version", ["0.31.0+cpu", "0.28.0"])
-def test_an_older_version_is_refused_by_name(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_of_vllm_before_0_32_is_refused_and_the_error_names_it(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     installed(monkeypatch, version)
     words = re.escape(f"'k4v4' needs vLLM 0.32 or newer (here is {version}); use --kv-cache-dtype auto, or a runtime")
     with pytest.raises(UnsupportedEngineError, match=words):
@@ -165,7 +167,9 @@ def test_an_engine_of_a_newer_version_serves_and_warns_once(engines: dict[str, t
     assert log.count(f"vllm {AHEAD} is not supported on a CPU") == 1
 
 
-def test_an_engine_that_misreads_its_pages_is_refused_by_name(engines: dict[str, tuple[list[int], str]]) -> None:
+def test_an_engine_that_misreads_its_pages_stops_and_names_dtype_and_version(
+    engines: dict[str, tuple[list[int], str]],
+) -> None:
     answer, log = engines["swapped"]
     assert not answer
     raised = [line for line in log.splitlines() if "UnsupportedEngineError: " in line]

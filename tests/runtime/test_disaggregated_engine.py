@@ -230,7 +230,7 @@ def test_blocks_that_arrive_after_the_senders_lease_are_not_used(both: Pair) -> 
     assert_computed_anew(both, prompts, left)
 
 
-def test_an_engine_with_other_factors_is_refused_by_name_and_the_prompt_is_prefilled(both: Pair) -> None:
+def test_pages_of_an_engine_with_other_factors_are_refused_and_the_prompt_is_prefilled(both: Pair) -> None:
     with engines(tiny_llama(), engine("kv_consumer", max_num_batched_tokens=96)) as (other,):
         said = refused(both, other)
         assert [f"factors {hash_of(one)})" in said for one in (both.prefill, other)] == [True, True]

@@ -120,7 +120,9 @@ def engine(transfer: dict[str, Any], **more: Any) -> SimpleNamespace:
 
 @pytest.mark.parametrize("transfer", [DECODE, SHARE], ids=["NIXL", "LMCache"])
 @pytest.mark.parametrize("what", BESIDE)
-def test_options_untested_with_a_connector_are_refused_by_name(what: str, transfer: dict[str, Any]) -> None:
+def test_options_untested_with_a_connector_are_refused_and_the_message_names_them(
+    what: str, transfer: dict[str, Any]
+) -> None:
     message = refusal(transferring(transfer, *BESIDE[what])).message
     assert f"beside {what}" in message
     assert "'k4v4'" in message

@@ -47,7 +47,7 @@ def test_layers_with_our_dtypes_get_our_backend_and_others_keep_vllms() -> None:
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_the_cpu_platform_reports_our_backends_reasons(what: str) -> None:
+def test_the_cpu_platform_says_why_our_backend_refuses_a_model(what: str) -> None:
     asked, word = WRONG[what]
     with pytest.raises(UnsupportedModelError, match=r"kv-cache dtype 'k4v4' cannot serve this model: .*auto") as caught:
         chosen(**asked)
@@ -118,7 +118,7 @@ def engine(layers: dict[str, Any] | None = None, **transfer: Any) -> SimpleNames
          "canonical_layout"),
     ],
 )  # fmt: skip
-def test_a_connector_that_brings_pages_of_other_engines_is_refused_by_name(transfer: dict[str, Any], what: str) -> None:
+def test_an_unsupported_kv_connector_or_option_of_one_is_refused_and_named(transfer: dict[str, Any], what: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"{what} is not supported with kv-cache dtype 'k4v4'"):
         packed.refuse_unsupported_options(engine(**transfer))
 

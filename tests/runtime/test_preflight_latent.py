@@ -63,7 +63,7 @@ def test_gpus_from_ampere_on_serve_latents_of_16_bit_models(deepseek: Path, monk
     assert "needs compute capability 8.0" in refusal(Request(str(deepseek), "mla4", model_dtype="bfloat16")).message
 
 
-def test_a_model_without_latents_or_with_other_sizes_is_refused_by_name(deepseek: Path, tmp_path: Path) -> None:
+def test_mla_dtypes_refuse_a_model_without_latents_or_with_other_sizes(deepseek: Path, tmp_path: Path) -> None:
     assert "a model without multi-head latent attention" in refusal(Request(str(tiny_llama()), "mla4")).message
     others = {
         "entries of 320 elements": {"kv_lora_rank": 256},

@@ -137,7 +137,7 @@ def test_supported_models_are_served_on_a_cpu_and_on_a_gpu(gpu: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_model_that_our_dtypes_do_not_serve_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_the_refusal_of_a_model_that_our_dtypes_do_not_serve_says_why(tmp_path: Path, kind: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(REFUSED[kind]))
     error = refusal(Request(str(tmp_path), "k4v4"))
     assert error.reason == "DtypeUnsupported"

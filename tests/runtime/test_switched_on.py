@@ -209,7 +209,7 @@ def test_images_that_attend_both_ways_are_served(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("field", [{"is_causal": False}, {"use_bidirectional_attention": True}])
-def test_a_model_that_attends_to_later_tokens_is_refused_by_name(tmp_path: Path, field: dict[str, Any]) -> None:
+def test_a_model_that_attends_to_later_tokens_is_refused(tmp_path: Path, field: dict[str, Any]) -> None:
     config = {**SMALL, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **field}
     error = refusal(asked(model=folder(tmp_path, config)))
     assert error.reason == "DtypeUnsupported"
@@ -231,7 +231,7 @@ def test_chunked_attention_is_served_in_our_dtype_but_without_offloading(tmp_pat
     assert "chunked attention" in error.message
 
 
-def test_unsupported_kinds_of_attention_are_refused_by_name(tmp_path: Path) -> None:
+def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:
     error = refusal(asked(model=folder(tmp_path, published("openai/whisper-tiny"))))
     assert error.reason == "DtypeUnsupported"
     assert "encoder-decoder" in error.message

@@ -17,7 +17,7 @@ from support.services import measurement, revision_of
 FEW = measurement(1_000, 1000, prompts=3)
 
 
-def test_a_drift_is_reported_once_denied_and_written_to_the_journal():
+def test_a_drift_denies_the_dtype_and_is_reported_once_and_in_the_journal():
     cluster = serving()
     cluster.bad_pods = frozenset("0")
     decision = cluster.run_on(1)

@@ -90,7 +90,7 @@ def test_the_error_for_an_unknown_pack_names_the_known_packs(name: str) -> None:
     assert len(str(caught.value)) < 400
 
 
-def test_a_missing_config_map_or_key_is_refused_by_name() -> None:
+def test_the_error_names_a_config_map_or_key_that_is_missing() -> None:
     with pytest.raises(PackError, match="'mine'"):
         load([USER], {})
     with pytest.raises(PackError, match=r"prompts\.yaml"):

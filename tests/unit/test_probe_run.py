@@ -315,7 +315,7 @@ async def test_an_answer_is_closed_once_further_tokens_are_not_needed() -> None:
     assert written[0] < 30
 
 
-async def test_prompts_that_do_not_fit_the_context_are_left_out_by_name() -> None:
+async def test_prompts_that_do_not_fit_the_context_are_left_out_and_listed() -> None:
     long = ProbePrompt("builtin/structured", "long", (Message("user", "x" * 2040),))
     async with engine(counting) as url:
         kept = await capture(url, "m", [*PROMPTS, long], identity="i", dtype="auto", settings=SETTINGS)
@@ -338,7 +338,7 @@ async def test_a_baseline_too_large_to_store_is_refused_before_decoding() -> Non
 
 
 @pytest.mark.parametrize("wrong", [{"tokens": 4}, {"tokens": 1000}, {"concurrency": 0}, {"max_resumes": -1}])
-def test_settings_out_of_bounds_are_refused_by_name_and_value(wrong: dict[str, int]) -> None:
+def test_the_error_names_a_setting_out_of_bounds_and_its_value(wrong: dict[str, int]) -> None:
     ((name, value),) = wrong.items()
     with pytest.raises(ValueError, match=f"{name}: {value}; give"):
         Settings(**wrong)

@@ -72,7 +72,7 @@ def test_canaries_at_the_edge_of_healthy_fail_no_more_often_than_stated(draw: Dr
 
 
 @pytest.mark.parametrize("draw", [exponential(0.025), lognormal(0.025, 1.0)], ids=["exponential", "log-normal"])
-def test_twenty_millinats_on_top_of_k4v4_in_one_of_eight_buckets_are_found_by_name(draw: Draw) -> None:
+def test_a_bucket_with_20_millinats_more_than_k4v4_is_found_and_named(draw: Draw) -> None:
     found = canaries(400, [again("k4v4")] * 5 + [draw] + [again("k4v4")] * 2, 64)
     assert share(found, Answer.FAILED, "b5") >= 1 - MISS
 
