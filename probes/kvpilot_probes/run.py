@@ -38,7 +38,7 @@ from kvpilot_probes.session import MAX_RESUMES, TOP_K, USUAL, Settings, Throttle
 
 Judged = tuple[list[stats.Compared], int]
 
-TASKS = "tasks"  # Bucket that a measurement reports as open if time ran out before all tasks were solved.
+TASKS = "tasks"  # Bucket that the result names as not covered if time ran out before all tasks were solved.
 MIN_HALF_TOKENS = 16  # vLLM's pages hold at least 16 tokens, so a shorter half of a prompt would fill no page.
 
 
@@ -115,7 +115,7 @@ async def _measure(
     allowed: Allowed | None = None,
 ) -> stats.Measurement:
     began = time.monotonic()
-    # If the 16-bit engine takes no pictures, report their bucket as open.
+    # If the 16-bit engine takes no pictures, plan their bucket all the same: the result then names it as not covered.
     refused = [PICTURES.partition("/")[2] for name in baseline.left_out if name.startswith(PICTURES)]
     planned = tuple(dict.fromkeys([*(prompt.bucket for prompt in baseline.prompts), *refused]))
     compared: list[stats.Compared] = []

@@ -131,7 +131,7 @@ async def test_an_engine_that_makes_other_tokens_of_a_picture_is_an_error_and_no
             await measure(url, "m", kept, settings=SETTINGS)
 
 
-async def test_a_model_without_pictures_leaves_the_pack_out_and_its_bucket_open() -> None:
+async def test_a_model_that_takes_no_pictures_is_probed_without_the_pack_of_images() -> None:
     kept = await captured(refusing, "builtin/general", "builtin/images")
     assert len(kept.left_out) == 1
     assert kept.left_out[0].startswith("builtin/images (") and "not a multimodal model" in kept.left_out[0]
@@ -156,7 +156,7 @@ async def test_a_canary_that_alone_refuses_pictures_is_an_error_with_the_cause()
             await measure(url, "m", kept, settings=SETTINGS)
 
 
-async def test_an_engine_that_does_not_tell_its_prompt_is_an_error() -> None:
+async def test_an_engine_that_does_not_report_its_prompts_tokens_is_an_error() -> None:
     async def silent(path: str, body: Body, writer: Writer) -> None:
         if path == "/v1/chat/completions":
             stream(writer, *(event(i) for i in range(body["max_tokens"])))
