@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 _HIDDEN = "***@"
 # Credentials in an address with a scheme: everything up to the last @ before the path. An S3 password may contain a
-# slash. It is recognized by NAME: before it, unless a port follows the colon. A length limit keeps the search linear.
+# slash, so NAME: also begins credentials, unless a port follows the colon. A length limit keeps the search linear.
 _IN_ADDRESS = r'(?<=://)(?:[^\s/?#"<>]*@|[^\s/?#@:"<>]+:(?!\d{1,5}[/?#])[^\s"<>@]{0,256}@)'
 # Credentials in an address without a scheme, such as a proxy's: NAME:PASSWORD@HOST. IMAGE:TAG@sha256:DIGEST looks
 # similar but has none.

@@ -42,7 +42,7 @@ _FLOOR = 1e-3
 
 
 class Moments:
-    """Sums over tokens for the keys or values x of one layer, in float64.
+    """Sums over the tokens of one layer, in float64. The symbols x, g and c are those of this module's docstring.
 
     Attributes:
         weight: [kv_heads, D], sum of g_c^2.

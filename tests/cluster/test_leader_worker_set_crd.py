@@ -28,7 +28,7 @@ def server(cluster: LocalCluster) -> Iterator[Rest]:
     undefine(rest, LEADER_WORKER_SET_CRD)
 
 
-def test_the_server_accepts_our_sets_and_their_placeholders_unchanged(server: Rest) -> None:
+def test_the_api_server_stores_a_leader_worker_set_and_its_placeholder_unchanged(server: Rest) -> None:
     template = pod_template(KEY.name, spec_of(manifest(engine={"nodes": 4})), "k4v4")
     whole = workload(KEY, "u-1", template, 3, 600, nodes=4)
     for made in (whole, claim(whole)):

@@ -146,7 +146,7 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("what", BAD_ROWS)
-def test_rows_that_do_not_fit_are_refused_before_a_launch(what: str) -> None:
+def test_invalid_rows_of_a_step_are_refused_before_a_launch(what: str) -> None:
     message, wrong = BAD_ROWS[what]
     plan = Plan(Shape(formats.parse("k4v4"), 64, 2, 2, 16, CPU), 2, tokens=3)
     right = {

@@ -133,7 +133,7 @@ class Written:
         return [one for one in self.recorder.writes if one[1] == "Event"]
 
 
-async def test_changing_figures_are_written_at_most_twice_a_minute():
+async def test_new_figures_are_written_to_status_and_events_at_most_twice_a_minute():
     one = Written()
     for second in range(60):
         one.now = float(second)

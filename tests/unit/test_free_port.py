@@ -12,7 +12,7 @@ from kvpilot_localcluster import addresses
 from kvpilot_localcluster.addresses import free_port
 
 
-def test_a_port_is_outside_the_range_of_outgoing_connections() -> None:
+def test_a_free_port_is_outside_the_range_of_outgoing_connections() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         for _ in range(20):
             port = free_port()

@@ -67,7 +67,7 @@ def test_options_of_the_command_line_replace_those_of_the_service(
     assert [one["context_tokens"] for one in row["capacities"]] == [4096]
 
 
-def test_nodes_are_planned_as_the_rendered_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipeline_over_two_nodes_is_planned_with_twice_the_tokens_of_one(capsys: pytest.CaptureFixture[str]) -> None:
     document = planned(capsys, "-f", ROOT / "examples/multi-node.yaml", "--gpu", "H100-80GB")
     assert (document["nodes"], document["gpus_per_replica"]) == (2, 16)
     model, gpu = find("meta-llama/Llama-3.1-405B-Instruct"), find_gpu("H100-80GB")

@@ -31,7 +31,7 @@ def written(folder: Path, *objects: Any, name: str = "a.yaml") -> Path:
 
 
 @pytest.mark.parametrize("bad", [one for one in BAD if one.judge != "kubernetes"], ids=lambda bad: bad.name)
-def test_a_wrong_manifest_is_refused_at_its_field_by_its_judge(bad: Bad) -> None:
+def test_validate_reports_the_field_of_a_wrong_manifest_and_who_refuses_it(bad: Bad) -> None:
     found = {fault.field: fault for fault in judge(bad.manifest)}
     assert bad.field in found
     judges = {"rule": ("rule", "operator"), "administrator": ("operator",), "operator": ("operator",)}
