@@ -47,7 +47,7 @@ _AT_ONCE = 9216
 
 TODAY = "today"
 Kept = torch.Tensor | str | None
-"""Blocks to read at 8 bits, bool [sides, query blocks, key blocks]; TODAY for a ring; None for a 16-bit cache."""
+"""Blocks to read at 8 bits, bool [sides, query blocks, key blocks]. TODAY means a ring instead, and None 16 bits."""
 Rule = tuple[str, float, int]
 """Rule by which blocks keep residuals: order of freeing, share of older blocks that keep theirs, floor in blocks.
 

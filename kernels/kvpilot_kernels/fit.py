@@ -152,7 +152,7 @@ class Observed:
         if key.shape != value.shape or key.shape[1:] != (kv_heads, dim) or query.shape[1] % kv_heads:
             raise ValueError(
                 f"queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)} do not fit a "
-                f"layer of [tokens, {kv_heads}, {dim}]; give one layer's"
+                f"layer of [tokens, {kv_heads}, {dim}]; give the queries, keys and values of one layer"
             )
         self._note_broken(("queries", query), ("keys", key), ("values", value))
         if self._broken:

@@ -10,7 +10,7 @@ from kvpilot_formats.installed import add_version
 from kvpilot_operator.api.engine_defaults import NO_DEFAULTS, EngineDefaults
 from kvpilot_operator.api.pod_template import KINDS
 
-PURPOSE = "Gives every QuantizedLLMService the smallest KV cache that it can afford, and proves it."
+PURPOSE = "Choose the KV-cache dtype of each QuantizedLLMService, and check the accuracy of its answers."
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 HANGS = 1200
-"""Time limit in seconds: ten times the duration of the longest question."""
+"""Time limit in seconds: ten times as long as the longest question takes."""
 
 FORKS = "support.vllm_forks"
-"""Program of the servers."""
+"""Module that a server runs. It forks a process for each question."""
 
 QUIET = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",

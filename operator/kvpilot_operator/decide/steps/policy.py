@@ -27,7 +27,7 @@ class PolicyDecision:
     """The step to take (`chosen`, which may be Stay). Alternatives are listed only if a step was needed."""
 
     options: tuple[Option, ...]
-    """The chosen option first."""
+    """The step to take, and then the alternatives."""
     reason: str
     message: str
     hold: str | None = None
