@@ -18,7 +18,7 @@ from support.weight_folders import write_index, write_safetensors
 
 
 def main() -> None:
-    """Read folders from stdin and write the names of their files to stdout."""
+    """Read folders from stdin, and print the names of the weight files that vLLM would load from each."""
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
