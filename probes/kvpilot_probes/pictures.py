@@ -25,7 +25,8 @@ _QUESTIONS = (
 class Shown(msgspec.Struct, frozen=True):
     """Picture in a prompt: its seed, its size in pixels, the text before it (may be empty), and the question after it.
 
-    The seed and the size suffice to draw it, so a baseline stores no pixels.
+    The seed and the size suffice to draw it, so a baseline stores no pixels. Refuse sizes other than SIZES: anybody who
+    may write ConfigMaps could ask for a picture that does not fit into memory.
     """
 
     seed: int
@@ -33,6 +34,10 @@ class Shown(msgspec.Struct, frozen=True):
     height: int
     before: str
     question: str
+
+    def __post_init__(self) -> None:
+        if (self.width, self.height) not in SIZES:
+            raise ValueError(f"a picture of {self.width} x {self.height} pixels; the pack has none of this size")
 
     @property
     def text(self) -> str:

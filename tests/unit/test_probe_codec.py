@@ -25,7 +25,7 @@ from kvpilot_probes.codec import (
 )
 from kvpilot_probes.errors import BaselineTooLarge, MalformedBaseline
 from kvpilot_probes.packs import Message, ProbePrompt
-from kvpilot_probes.pictures import Shown
+from kvpilot_probes.pictures import SIZES, Shown
 from kvpilot_probes.stats import MAX_TEXT, Logprobs, kl_nats
 
 ids = st.integers(0, MAX_TOKEN_ID)
@@ -40,6 +40,7 @@ def _possible(top: dict[int, float]) -> dict[int, float]:
 tops = st.dictionaries(ids, st.floats(-30, 0), min_size=1, max_size=20).map(_possible)
 answers = tops.flatmap(lambda t: st.sampled_from(sorted(t)).map(lambda token: Logprobs(token, t)))
 texts = st.text(max_size=50).map(lambda t: t.encode("utf-8", "replace").decode())
+pictures = st.builds(lambda seed, size, *words: Shown(seed, *size, *words), ids, st.sampled_from(SIZES), texts, texts)
 baselines = st.builds(
     Baseline,
     identity=texts,
@@ -53,7 +54,7 @@ baselines = st.builds(
             text=texts,
             tokens=st.lists(ids, min_size=1, max_size=20).map(tuple),
             answer=st.lists(answers, max_size=5).map(tuple),
-            shown=st.none() | st.builds(Shown, ids, ids, ids, texts, texts),
+            shown=st.none() | pictures,
         ),
         max_size=4,
     ).map(tuple),
@@ -217,4 +218,14 @@ def test_arrays_of_another_length_than_declared_are_refused(wrong: dict[str, obj
     stored = msgspec.msgpack.decode(zlib.decompress(good))
     stored["prompts"][0] |= wrong
     with pytest.raises(MalformedBaseline, match="re-capture"):
+        decode(zlib.compress(msgspec.msgpack.encode(stored)))
+
+
+def test_a_picture_of_another_size_than_the_packs_is_refused_before_it_takes_memory() -> None:
+    answer = (Logprobs(4, {4: -0.5, 5: -2.0}),)
+    shown = Shown(1, *SIZES[0], "", "Which shape is the largest?")
+    good = encode(Baseline("i", "m", "auto", (BaselinePrompt("p", "", "", (1, 2), answer, shown=shown),)))
+    stored = msgspec.msgpack.decode(zlib.decompress(good))
+    stored["prompts"][0]["shown"]["width"] = 10**9
+    with pytest.raises(MalformedBaseline, match=r"1000000000 x 224 pixels.*re-capture"):
         decode(zlib.compress(msgspec.msgpack.encode(stored)))
