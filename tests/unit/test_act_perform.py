@@ -87,7 +87,12 @@ async def test_only_the_rules_of_a_users_route_are_written_and_only_if_it_is_unc
     objects = Objects((route_rules(KEY, ROUTE, rules),), {}, frozenset())
     recorder = await performed(objects)
     [patch] = recorder.patches
-    assert (patch["metadata"]["resourceVersion"], patch["spec"]) == ("41", {"rules": list(rules)})
+    assert patch == {
+        "apiVersion": HTTP_ROUTE_API,
+        "kind": "HTTPRoute",
+        "metadata": {"name": "web", "namespace": KEY.namespace, "resourceVersion": "41"},
+        "spec": {"rules": list(rules)},
+    }
     changed = Recorder()
     changed.route_version = "42"
     with pytest.raises(Conflict):
