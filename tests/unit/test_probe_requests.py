@@ -98,6 +98,7 @@ TRANSFER = '{"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}'
     ("spec", "loads", "bucket"),
     [
         ({}, True, None),
+        ({"engine": {"extraArgs": ['--kv-transfer-config={"kv_connector": null}']}}, True, None),
         ({"kvCache": {"mode": "Auto", "offload": {"cpuMemoryGiB": 1}}}, True, "from-OffloadingConnector"),
         ({"engine": {"extraArgs": ["--kv-offloading-size=1"]}}, True, "from-OffloadingConnector"),
         ({"engine": {"extraArgs": [f"--kv-transfer-config={TRANSFER}"]}}, True, "from-LMCacheMPConnector"),

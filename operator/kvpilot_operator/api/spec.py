@@ -155,7 +155,7 @@ class Spec(Record, frozen=True):
     def connector(self) -> str:
         """Return vLLM's name of the engines' KV connector; empty without a connector."""
         moves = self.engine.arguments.mapping(arguments.TRANSFER)
-        return "OffloadingConnector" if self.offloads else str(moves.get("kv_connector", ""))
+        return "OffloadingConnector" if self.offloads else str(moves.get("kv_connector") or "")
 
 
 def parse(obj: Mapping[str, Json]) -> Spec:
