@@ -21,7 +21,8 @@ from kvpilot_probes.stats import Compared, Measurement, by_bucket
 MOST_PROMPTS = 16
 # Longer prompts come first: LMCache stores only whole chunks, which have 256 tokens by default.
 SHORT_TOKENS = 256
-# Smallest share of the prompts' tokens that the engine must load. A prompt of 511 tokens may have one chunk of 256.
+# Smallest share of the prompts' tokens that the engine must load, over all requests with an answer to compare. A prompt
+# of 511 tokens may have one chunk of 256.
 LOADED = 0.5
 
 
@@ -58,10 +59,10 @@ async def extended(
         async def ask(index: int) -> None:
             nonlocal asked
             if time.monotonic() < over and decide(by_bucket(compared), (bucket,), allowed).answer == Answer.GO_ON:
-                asked += sizes[index]
                 prompt = replace(baseline.prompts[index], bucket=bucket)
-                judged = await throttle.beside_users(loading, lambda one: follow(one, throttle, index, prompt))
-                compared.extend(judged[0])
+                judged, sent = await throttle.beside_users(loading, lambda one: follow(one, throttle, index, prompt))
+                asked += (sent - 1) * sizes[index]  # the first request may have nothing to load
+                compared.extend(judged)
 
         for some in (order[:1], order[1:]):
             before, asked, kept = await connector.loaded(), 0, len(compared)

@@ -9,7 +9,7 @@ from kvpilot_probes.loaded import SHORT_TOKENS, Connector
 from kvpilot_probes.sequential import MIN_PROMPTS, Allowed
 from kvpilot_probes.session import Settings
 from kvpilot_probes.stats import Logprobs
-from support.probe_engine import Body, Writer, baseline, counting, engine
+from support.probe_engine import Body, Writer, baseline, counting, engine, event, stream
 
 FOUND = replace(stats.summarise((), planned=["general"]), milliseconds=10_000)
 ALLOWED = Allowed(kl=0.02, disagreement=0.03)
@@ -37,3 +37,23 @@ async def test_long_prompts_are_loaded_first_and_none_after_the_time_of_the_run(
     assert found.planned == ("general", "from-Some")
     assert len(found.seen) == prompts
     assert asked[:2] == [size] * min(2, prompts)
+
+
+async def test_no_answer_counts_if_the_engine_has_loaded_few_of_the_requests_of_a_prompt() -> None:
+    asked: list[int] = []
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        asked.append(len(body["prompt"]))
+        # Every second token differs, and each difference costs a request.
+        steps = (7777 if i % 2 else i for i in range(len(body["prompt"]), len(body["prompt"]) + body["max_tokens"]))
+        stream(writer, *(event(f"token_id:{i}", {f"token_id:{i}": -0.1, "token_id:9999": -3.0}) for i in steps))
+
+    async def tokens() -> float:
+        return float(asked[0] if asked else 0)  # only one request has loaded its prompt
+
+    async with engine(handler) as url:
+        some = Connector("Some", tokens)
+        found = await loaded.extended(url, "m", baseline(), FOUND, some, allowed=ALLOWED)
+    assert found.planned == ("general", "from-Some")
+    assert (found.seen, found.broken) == ((), 0)
+    assert len(asked) > 3
