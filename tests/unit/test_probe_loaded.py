@@ -1,6 +1,7 @@
 """A probe judges answers over pages that the engine has loaded through its KV connector."""
 
 from dataclasses import replace
+from math import nan
 
 import pytest
 
@@ -57,3 +58,18 @@ async def test_no_answer_counts_if_the_engine_has_loaded_few_of_the_requests_of_
     assert found.planned == ("general", "from-Some")
     assert (found.seen, found.broken) == ((), 0)
     assert len(asked) > 3
+
+
+@pytest.mark.parametrize("counts", [(nan, 1e6), (1e6, nan), (1e6, 0.0)], ids=["unknown", "lost", "restarted"])
+async def test_no_answer_counts_if_the_loaded_tokens_are_unknown_or_counted_from_zero_again(
+    counts: tuple[float, float],
+) -> None:
+    left = list(counts)
+
+    async def tokens() -> float:
+        return left.pop(0)
+
+    async with engine(counting) as url:
+        some = Connector("Some", tokens)
+        found = await loaded.extended(url, "m", baseline(), FOUND, some, allowed=ALLOWED)
+    assert (found.planned, found.seen, left) == (("general", "from-Some"), (), [])
