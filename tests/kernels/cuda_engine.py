@@ -5,7 +5,7 @@ after the last token by zero, so that a NaN in the padding shows.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.launch import pages, tuning
 from kvpilot_kernels.gpu.launch.tuning import Block, Choice
 from kvpilot_kernels.reference.attention import attend, decode_reference, round_trip
 from kvpilot_runtime.vllm_api.compat import backend_class
@@ -69,7 +69,7 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
     from kvpilot_runtime.backends import cuda as module
-    from kvpilot_runtime.backends import packed
+    from kvpilot_runtime.backends import cuda_steps, packed
 
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=256),
@@ -92,7 +92,30 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
         module, "workspace_bytes", lambda _part: 4 * KV_HEADS * DIM * 64
     )  # A small workspace, so that contexts come in many chunks.
     monkeypatch.setattr(packed, "get_forward_context", lambda: STEP)
+    whole = cuda_steps.CudaBuilder.warm_up
+    monkeypatch.setattr(cuda_steps.CudaBuilder, "warm_up", lambda builder: warm_up(builder, whole))
     return module
+
+
+def warm_up(builder: Any, whole: Callable[[Any], None]) -> None:
+    """Launch every variant as the backend does, but run only the first program of a launch. Nobody reads the results.
+
+    All programs would take most of the time of these tests.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("store_kernel", "decode_kernel", "reduce_kernel"):
+            patch.setattr(pages, name, FirstProgram(getattr(pages, name)))
+        whole(builder)
+
+
+class FirstProgram:
+    """A kernel that runs only the first program of each launch."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        return self.kernel[1, 1, 1]
 
 
 STEP = SimpleNamespace(attn_metadata=None)
