@@ -24,6 +24,8 @@ SHORT_TOKENS = 256
 # Smallest share of the prompts' tokens that the engine must load, over all requests with an answer to compare. A prompt
 # of 511 tokens may have one chunk of 256.
 LOADED = 0.5
+# Connectors by which an engine never loads pages that it stored itself, so that no request here would load any.
+FROM_OTHERS = ("NixlConnector",)
 
 
 class Connector(NamedTuple):
@@ -46,8 +48,11 @@ async def extended(
     """Return the measurement `found` of the same engine, with one more bucket: prompts loaded through `connector`.
 
     The run stops at the bucket's verdict, or when the time of `settings` is over. It ignores answers before which the
-    engine has loaded too few tokens. It sends the first prompt alone, and no further one if that was not loaded.
+    engine has loaded too few tokens. It sends the first prompt alone, and no further one if that was not loaded. With a
+    connector of FROM_OTHERS it sends none, and the bucket stays without answers.
     """
+    if connector.name in FROM_OTHERS:
+        return found.extended(FROM + connector.name, (), 0, 0)
     began, bucket, compared = time.monotonic(), FROM + connector.name, list[Compared]()
     over = began + settings.budget_seconds - found.milliseconds / 1000
     sizes = [len(prompt.tokens) for prompt in baseline.prompts]

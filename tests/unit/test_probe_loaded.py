@@ -73,3 +73,18 @@ async def test_no_answer_counts_if_the_loaded_tokens_are_unknown_or_counted_from
         some = Connector("Some", tokens)
         found = await loaded.extended(url, "m", baseline(), FOUND, some, allowed=ALLOWED)
     assert (found.planned, found.seen, left) == (("general", "from-Some"), (), [])
+
+
+async def test_nothing_is_asked_of_an_engine_that_only_loads_pages_of_others() -> None:
+    asked: list[str] = []
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        asked.append(path)
+        await counting(path, body, writer)
+
+    async def tokens() -> float:
+        return 1e9 * len(asked)  # requests of users have loaded much
+
+    async with engine(handler) as url:
+        found = await loaded.extended(url, "m", baseline(), FOUND, Connector("NixlConnector", tokens), allowed=ALLOWED)
+    assert (found.planned, found.seen, asked) == (("general", "from-NixlConnector"), (), [])
