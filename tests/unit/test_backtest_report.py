@@ -110,7 +110,7 @@ def test_the_benchmark_gives_a_verdict_for_each_load_and_over_all() -> None:
     assert text.splitlines()[-1] == (
         "- Verdict: the pilot serves 1 of 1 loads; of 3 comparisons: 2 ahead, 1 equal, 0 behind"
     )
-    assert "99% good requests" in text
+    assert "99% of the requests are good" in text
     assert verdicts.summary(rows[1:]) == ""
 
 
