@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shown_services import PLAIN
 
+from kvpilot_formats import arguments
 from kvpilot_kubectl import show
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.changes import move, spec_changes
@@ -147,14 +149,38 @@ def test_simultaneous_changes_of_dtype_and_image_are_both_reported() -> None:
     assert move(first.status.canary) == "auto -> k4v4"
 
 
-def test_values_of_options_that_may_be_secret_are_not_shown() -> None:
-    there = replace(view(OLD), arguments=("--api-key=old-secret", "--seed=1"))
-    s = serving_old(IMAGE, deployments={OLD_REVISION: there})
+def changed_from(*old: str) -> str:
+    """Return the description of a change from an engine with these arguments to `IMAGE`."""
+    s = serving_old(IMAGE, deployments={OLD_REVISION: replace(view(OLD), arguments=old)})
     assert s.spec is not None
     assert s.status.stable is not None
-    said = spec_changes(Context.of(s, s.spec), s.status.stable)
+    return spec_changes(Context.of(s, s.spec), s.status.stable)
+
+
+def test_values_of_options_that_may_be_secret_are_not_shown() -> None:
+    said = changed_from("--api-key=old-secret", "--seed=1")
     assert "argument --api-key changed" in said
     assert "old-secret" not in said
+
+
+def test_of_the_options_of_vllm_and_kvpilot_only_these_hide_their_values() -> None:
+    options = json.loads((Path(arguments.__file__).parent / "vllm.json").read_text())["options"]
+    hidden = {name for name in (*options, *arguments.KVPILOT) if f"argument {name} changed" in changed_from(name, "7")}
+    assert hidden == {"--allow-credentials", "--api-key", "--hf-token", "--ssl-keyfile"}
+
+
+def test_a_change_of_the_recent_window_is_shown_with_both_values() -> None:
+    wide, none = (
+        manifest(scaling=SCALING, kvCache={"mode": "Fixed", "dtype": "k4v4", "recentTokens": tokens})
+        for tokens in (64, 0)
+    )
+    before = running(wide, "k4v4")
+    template = {"spec": pod_template(KEY.name, spec_of(wide), "k4v4")["spec"]}
+    there = deployment_view({"metadata": {}, "spec": {"replicas": 1, "template": template}})
+    s = replace(running(none, "k4v4"), status=before.status, deployments={revision_of(wide, "k4v4"): there})
+    assert s.spec is not None
+    assert s.status.stable is not None
+    assert spec_changes(Context.of(s, s.spec), s.status.stable) == "argument --recent-tokens 64 -> 0"
 
 
 def test_without_changes_of_the_spec_nothing_is_reported() -> None:

@@ -11,8 +11,9 @@ from kvpilot_operator.state.status import Canary, Stable
 
 _LONGEST = 80
 _MOST = 4
-# Options with secret values, such as vLLM's `--api-key`.
-_SECRET = re.compile("key|token|secret|password|credential", re.IGNORECASE)
+# Names of options with secret values, such as vLLM's `--api-key` and `--hf-token`. Options that count tokens, like
+# `--recent-tokens`, and those of the tokenizer are no secret.
+_SECRET = re.compile("key|token(?!s|iz|-ids|-threshold)|secret|password|credential", re.IGNORECASE)
 
 
 def spec_changes(c: Context, stable: Stable) -> str:
