@@ -5,6 +5,7 @@ import socket
 from collections.abc import Mapping
 
 from kvpilot_localcluster import build, debian
+from kvpilot_localcluster.addresses import UNUSED_SERVICE, service_port
 from kvpilot_localcluster.cache import cache_folder
 from kvpilot_localcluster.causes import PROXIES, no_room, without_password
 from kvpilot_localcluster.errors import LocalClusterError
@@ -13,8 +14,8 @@ INSTALL_GB = 5.0
 """Free disk space in GB that the first run needs for packages and wheels. 3.7 GB of it remain in use."""
 BUILD_GB = 3.0
 """Free disk space in GB that the build of the control plane needs. 0.3 GB of it remain in use."""
-# Loopback addresses that neither pods nor Services use, to try whether a port is free.
-_POD, _SERVICE = "127.0.255.254", "127.126.255.254"
+# Loopback address that no pod uses, to try whether a port is free.
+_POD = "127.0.255.254"
 
 
 def faults(*, local: bool, installed: bool, variables: Mapping[str, str] | None = None) -> list[str]:
@@ -29,7 +30,7 @@ def faults(*, local: bool, installed: bool, variables: Mapping[str, str] | None 
     needed = 0.0 if installed else INSTALL_GB
     found = []
     if local:
-        found += [taken(_POD, 8000), taken(_SERVICE, 80 if os.geteuid() == 0 else 20080)]
+        found += [taken(_POD, 8000), taken(UNUSED_SERVICE, service_port(80))]
         try:
             if build.find(newer=False) is None:
                 needed += BUILD_GB

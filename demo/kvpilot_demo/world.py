@@ -15,7 +15,7 @@ from kubernetes.aio.client import ApiClient
 
 from kvpilot_demo.observation import work_lines
 from kvpilot_demo.service import ROOT, DemoService
-from kvpilot_localcluster.addresses import free_port
+from kvpilot_localcluster.addresses import free_port, service_port
 from kvpilot_localcluster.cache import cache_folder
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.definitions import define
@@ -122,9 +122,7 @@ class World(DemoService):
 
     async def url(self) -> str:
         """Return the Service's address, which is on loopback."""
-        address = await self.cluster_ip()
-        # Only root may listen at port 80. For other users the local cluster adds 20000 (docs/localcluster.md).
-        return f"http://{address}" if os.geteuid() == 0 else f"http://{address}:20080"
+        return f"http://{await self.cluster_ip()}:{service_port(80)}"
 
     def work(self) -> int:
         """Return the number of lines in the engines' logs, without those about health and metrics."""

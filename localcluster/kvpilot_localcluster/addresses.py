@@ -9,6 +9,8 @@ from pathlib import Path
 
 from kvpilot_localcluster.errors import LocalClusterError, StartFailed
 
+UNUSED_SERVICE = "127.126.255.254"
+"""Loopback address that no Service uses, to try whether a port is free and allowed."""
 _MOST_HELD = 64
 # Locks of the ports that were returned last. Their new owners may not listen yet, so keep the ports reserved.
 _held: deque[socket.socket] = deque()
@@ -32,6 +34,21 @@ def reserve(name: str, numbers: Iterable[int]) -> tuple[int, socket.socket]:
         else:
             return number, lock
     raise LocalClusterError(f"all numbers of {name} are taken on this machine: end some local clusters")
+
+
+def service_port(port: int) -> int:
+    """Return the port at which the local cluster serves a Service's `port`: the same, or 20000 more without privilege.
+
+    Usually only root may listen on ports below 1024. The administrator may allow it to others, too.
+    """
+    with socket.socket() as sock:
+        try:
+            sock.bind((UNUSED_SERVICE, port))
+        except PermissionError:
+            return port + 20000
+        except OSError:
+            return port
+    return port
 
 
 class Addresses:

@@ -1,12 +1,12 @@
 """Real etcd, kube-apiserver, kube-controller-manager and kube-scheduler, as child processes on loopback.
 
 Services get addresses from a range 127.N.0.0/16. The API server accepts such a range, and a forwarder can listen on
-these addresses (`localcluster.services`). Loopback addresses have two consequences. The Endpoints API refuses them, so
-the endpoints controller is off, and only EndpointSlices exist. And other machines cannot reach the cluster.
+these addresses (`services.py`). Loopback addresses have two consequences. The Endpoints API refuses them, so the
+endpoints controller is off, and only EndpointSlices exist. And other machines cannot reach the cluster.
 
 kvpilot needs Kubernetes 1.29, but the core is 1.20. Two servers behind the core's aggregator add the missing APIs. A
-newer apiextensions-apiserver keeps all CRDs and enforces their CEL rules, and `localcluster.policy` serves policy/v1.
-Without the first of them, the core keeps the CRDs and ignores their CEL rules.
+newer apiextensions-apiserver keeps all CRDs and enforces their CEL rules, and `policy.py` serves policy/v1. Without the
+first of them, the core keeps the CRDs and ignores their CEL rules.
 """
 
 import atexit
@@ -61,7 +61,7 @@ class ControlPlane:
         *,
         audit: bool = False,
     ) -> None:
-        """Configure the control plane. With `audit`, the API server logs every write (see `localcluster.audit`)."""
+        """Configure the control plane. With `audit`, the API server logs every write (see `audit.py`)."""
         self.folder = folder.absolute()
         self.kubeconfig = self.folder / "admin.kubeconfig"
         self.audit_log = self.folder / "audit.log"

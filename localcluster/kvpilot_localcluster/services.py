@@ -18,12 +18,12 @@ from urllib.parse import urlsplit
 
 from kubernetes.aio.client import ApiException
 
+from kvpilot_localcluster.addresses import service_port
 from kvpilot_localcluster.kube import Json, Kube
 
 log = logging.getLogger("kvpilot_localcluster.services")
 
 Address = tuple[str, int]
-_UNPRIVILEGED_OFFSET = 20000
 
 
 def slice_key(thing: Mapping[str, Any]) -> str:
@@ -140,17 +140,14 @@ class Forwarder:
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await self._carry(address, reader, writer)
 
-        for number in (port, port + _UNPRIVILEGED_OFFSET):
-            try:
-                self._servers[address] = await asyncio.start_server(accept, host, number, backlog=1024)
-            except PermissionError:
-                continue  # only root may use ports below 1024; the log names the port that is used instead
-            except OSError as error:
-                log.warning("service port %s:%d: %s", host, port, error)
-                return
-            if number != port:
-                log.warning("service port %s:%d is reached at port %d, for want of privilege", host, port, number)
+        number = service_port(port)
+        try:
+            self._servers[address] = await asyncio.start_server(accept, host, number, backlog=1024)
+        except OSError as error:
+            log.warning("service port %s:%d: %s", host, port, error)
             return
+        if number != port:
+            log.warning("service port %s:%d is reached at port %d, for want of privilege", host, port, number)
 
     async def _carry(self, address: Address, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         targets = self._targets.get(address, [])

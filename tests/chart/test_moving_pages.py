@@ -5,7 +5,6 @@ The operator is the real one, in its own pods. A cheap engine without a model re
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import yaml
 
 from kvpilot_demo.load import Load
+from kvpilot_localcluster.addresses import service_port
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.rest import until
 from support.pages_shell import Shell, blocks, section
@@ -64,7 +64,7 @@ class World:
 
     def url(self, service: str) -> str:
         address = self.rest.get(f"/api/v1/namespaces/{NAMESPACE}/services/{service}")["spec"]["clusterIP"]
-        return f"http://{address}" if os.geteuid() == 0 else f"http://{address}:20080"
+        return f"http://{address}:{service_port(80)}"
 
     async def under_load(self, service: str, model: str, act: Callable[[], None]) -> Load:
         """Run `act` while two users send requests, and return their load."""

@@ -2,13 +2,13 @@
 
 import asyncio
 import copy
-import os
 from contextlib import asynccontextmanager
 
 import pytest
 import pytest_asyncio
 
 from kvpilot_demo.load import Load
+from kvpilot_localcluster.addresses import service_port
 from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL
 from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ClusterError
@@ -87,7 +87,7 @@ async def patch(world, name, **spec):
 
 async def url_of(world, name):
     found = await world.cluster.get(Ref("v1", "Service", NAMESPACE, name))
-    return f"http://{found['spec']['clusterIP']}:{80 if os.geteuid() == 0 else 20080}"
+    return f"http://{found['spec']['clusterIP']}:{service_port(80)}"
 
 
 @asynccontextmanager
@@ -291,7 +291,7 @@ async def test_a_route_carries_the_canarys_weight_and_is_left_as_the_user_wrote_
         )
     )
     await until(world, "routed", lambda s: condition(s, "Ready")[0] == "True")
-    gateway = Gateway(world.cluster, NAMESPACE, "chat", 80 if os.geteuid() == 0 else 20080)
+    gateway = Gateway(world.cluster, NAMESPACE, "chat", service_port(80))
     await patch(world, "routed", kvCache={"dtype": "int8"})
     await until(world, "routed", lambda s: at(s, "canary", "stage") in ("Probing", "Shifting"))
     async with (

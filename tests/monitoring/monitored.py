@@ -15,7 +15,7 @@ import yaml
 from panels import RULES
 
 from kvpilot_localcluster import procs
-from kvpilot_localcluster.addresses import free_port
+from kvpilot_localcluster.addresses import free_port, service_port
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.definitions import define
 from kvpilot_localcluster.engines.real import HANGS
@@ -219,7 +219,7 @@ class Monitored:
 
     async def engine_url(self) -> str:
         found = await asyncio.to_thread(self.rest.get, f"/api/v1/namespaces/{NAMESPACE}/services/{NAME}")
-        return f"http://{found['spec']['clusterIP']}:{80 if os.geteuid() == 0 else 20080}"
+        return f"http://{found['spec']['clusterIP']}:{service_port(80)}"
 
 
 def condition(status: dict[str, Any], kind: str) -> str | None:

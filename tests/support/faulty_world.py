@@ -20,7 +20,7 @@ from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
 from kvpilot_demo.load import Load
-from kvpilot_localcluster.addresses import free_port
+from kvpilot_localcluster.addresses import free_port, service_port
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.definitions import define
 from kvpilot_localcluster.engines import faulty
@@ -260,7 +260,7 @@ class FaultyWorld:
         """Return the URL of the service's Kubernetes Service."""
         found = await self.cluster.get(Ref("v1", "Service", NAMESPACE, name))
         address: str = found["spec"]["clusterIP"]
-        return f"http://{address}" if os.geteuid() == 0 else f"http://{address}:20080"
+        return f"http://{address}:{service_port(80)}"
 
     @contextlib.asynccontextmanager
     async def load(self, name: str, users: int = 2) -> AsyncIterator[Load]:
