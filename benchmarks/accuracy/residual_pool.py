@@ -2,6 +2,9 @@
 
     python -m benchmarks.accuracy.residual_pool --out FILE
 
+A residual is the difference between a key or value at 8 bits and at its stored 4 bits. A residual page holds the
+residuals of one block: base page and residual page together give the block 8 bits.
+
 Every new block gets a residual page if one is free, and residual pages are freed before a request is preempted. The
 newest two blocks of a running request (its *floor*) always keep their residuals. Which pages residuals may take depends
 on the row:
@@ -58,7 +61,8 @@ class Case:
     firm: int = FLOOR
     """Number of a running request's newest blocks whose residuals may evict any cached prefix.
 
-    All other residuals get only empty pages and, by the row's rule, pages of idle prefixes.
+    Residuals of all other blocks get empty pages, and pages of prefixes that have been idle for the time that `ELASTIC`
+    gives for the case's row.
     """
 
 

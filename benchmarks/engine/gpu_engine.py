@@ -53,8 +53,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mixed", action="store_true",
                         help="also time the end of that prompt together with seven short prompts")  # fmt: skip
     parser.add_argument("--beside", type=sizes, default=[], metavar="NEW,NEW",
-                        help="time also steps in which a request of NEW tokens arrives while others decode: wall time, "
-                        "kernels and host functions; the engine then runs in the child process itself")  # fmt: skip
+                        help="also time steps in which a request with NEW uncached tokens arrives while others decode: "
+                        "wall time, kernel time and slowest host functions; vLLM then starts no process of its own for "
+                        "the engine")  # fmt: skip
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--model", type=Path, help="model folder with weights, instead of --shape")
     parser.add_argument("--layers", type=int, help="number of layers, if fewer than the shape has")

@@ -22,7 +22,7 @@ from kvpilot_localcluster.tasks import cancelled
 GOOD, BAD = "k4v4", "k2v2"
 # The API allows two bits without the recent window. The engine looks healthy, but a small model answers badly.
 MISTAKE = {"mode": "Fixed", "dtype": BAD, "recentTokens": 0}
-# Fixed, because kvpilot may return to 16 bits as soon as it chooses the dtype of a service without a load.
+# Use mode Fixed: in mode Auto, kvpilot may return to 16 bits while the service has no load.
 UNDONE = {"mode": "Fixed", "dtype": GOOD, "recentTokens": None}
 
 

@@ -89,7 +89,7 @@ def test_the_docs_have_every_reason_and_no_other() -> None:
     assert named - {*Reason, *WorkloadKind, *ObjectiveState, ConditionType.RECONCILING, ConditionType.STALLED} == made
 
 
-def test_a_condition_has_a_reason_that_may_be_a_label() -> None:
+def test_every_reason_of_a_condition_may_be_a_label_of_a_metric() -> None:
     told = {one["reason"] for made in STATES.values() for one in made().get("status", {}).get("conditions", ())}
     assert told - KNOWN == set()
 

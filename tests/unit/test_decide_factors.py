@@ -34,7 +34,10 @@ def serving(sample: Sample | None) -> Snapshot:
 
 
 def at_stage(stage: str, sample: Sample) -> Snapshot:
-    """Return a snapshot with k4v4 on trial next to 16 bits, and the pods that `sample` covers."""
+    """Return a snapshot of a k4v4 canary at this stage, beside a stable revision in 16 bits.
+
+    `sample` is the canary's sample.
+    """
     stable = revision_of(OBJ, "auto")
     canary = Canary(
         revision=NAME, dtype="k4v4", from_dtype="auto", stage=stage, started_time=NOW, stage_time=NOW, generation=1,

@@ -163,13 +163,13 @@ def test_a_node_keeps_its_gpus_name_when_the_gpu_operator_is_installed() -> None
     assert before == node_facts(node({**labels, "nvidia.com/gpu.product": A100}, {"nvidia.com/gpu": "8"}))
 
 
+# CPU nodes are left out, because hardware_fault refuses int4_per_token_head there.
 @pytest.mark.parametrize("name", ["AMD", "Intel", "GKE, TPU"])
 def test_an_accelerator_without_cuda_rules_only_our_dtypes_out(name: str) -> None:
     labels, allocatable, _ = NODES[name]
     facts = node_facts(node(labels, allocatable))
     for dtype in ("int8", "k8v4", "k4v4", "k4v2", "k2v2"):
         assert hardware_fault(dtype, facts) == f"{dtype} needs an NVIDIA GPU; the node has {facts.gpu}"
-    # No CPU is listed: vLLM's CPU backend computes int4_per_token_head wrongly.
     for dtype in ("auto", "bfloat16", "fp8", "int4_per_token_head"):
         assert hardware_fault(dtype, facts) is None
 

@@ -102,8 +102,10 @@ class Actor:
         return await self._attempt(s, about, content, partial(self._apply, s, manifest, content))
 
     def _waits(self, s: Snapshot, decision: Decision) -> bool:
-        """Return True if only figures, such as the KV cache use, have changed since a write of the status a short time
-        ago."""
+        """Return True if the status was written a short time ago, and since then only figures in it have changed.
+
+        A figure is a number that changes all the time, such as the KV cache use.
+        """
         return (
             self._clock() - self._told < FIGURES_SECONDS
             and decision.status != s.status

@@ -42,7 +42,8 @@ ENOUGH_TO_COMPARE = 3
 MOST_NAMED = 4
 
 _GAUGES = frozenset({"held", "crowded"})
-"""Broken rules that a single page shows, so that even the first page with one of them is ignored."""
+"""Contradictions that one page shows by itself: KV blocks in use while nothing runs ("held"), and more running requests
+than blocks ("crowded"). A Sample leaves the pod out from the first such page on."""
 
 # Bounds of KV cache use: at most _HELD in an idle engine, and at least _FAR_FROM_FULL in an engine that preempts.
 _HELD = 0.05

@@ -211,8 +211,8 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
     layers = vllm_config.compilation_config.static_forward_context.values()
     for name, what in (("sliding_window", "sliding-window layers"), ("attention_chunk_size", "chunked attention")):
         if any(getattr(layer, name, None) is not None for layer in layers):
-            raise UnsupportedModelError(f"{asked} is not supported for a model with {what} and kv-cache "
-                                        f"dtype {dtype!r}; leave one of the two out")  # fmt: skip
+            raise UnsupportedModelError(f"{asked} is not supported for a model with {what} and kv-cache dtype "
+                                        f"{dtype!r}; leave {asked} out, or use --kv-cache-dtype auto")  # fmt: skip
 
 
 def refuse_beside(vllm_config: Any, switches: Iterable[rules.Switch]) -> None:

@@ -1,4 +1,4 @@
-"""Find the resource that limits a service from its engines' metrics: memory, prompts, the batch, or none."""
+"""Judge by the engines' metrics what limits a service: KV memory, prefill of prompts, the decode batch, or nothing."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ class Workload:
 
     @property
     def bound(self) -> bool:
-        """Return True if a resource (memory, prompts or the batch) limits the service, so that requests wait."""
+        """Return True if requests wait for KV memory, for the prefill of prompts or for the decode batch."""
         return self.kind in _BOUND
 
     @property

@@ -22,7 +22,10 @@ ERROR_BACKOFF_SECONDS = 10
 
 
 def probe(c: Context) -> Context:
-    """Judge the result of the probe that is due. If there is no result, or it changes nothing, request the probe."""
+    """Judge the result of the probe that is due.
+
+    Request the probe if it has no result yet, or if the result left the status as it was.
+    """
     if c.snapshot.unread(Question.PROBE_SETS) is not None:
         return c
     c = drift.begin(c)
