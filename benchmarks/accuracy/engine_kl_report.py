@@ -16,7 +16,7 @@ decode step over pages and rings, as for a user's tokens.
 
 * *KL in the engine* (thousandths of a nat): KL divergence between an engine with the row's KV cache and one with an
   unquantized KV cache, over the whole vocabulary.
-* *KL by the model*: KL divergence by the table's simulation, for the same tokens.
+* *KL in the simulation*: KL divergence in the accuracy table's simulation, for the same tokens.
 * *p99 KL*, *top-1*: 99th percentile of the KL in the engine, and share of positions with the same most likely token.
 * The part of a row's name after `+w` is the recent window in tokens. `+self`: the engine calibrated itself at start.
 * The control is the engine with the unquantized KV cache again, but with each text in one prefill. So it shows the
@@ -30,7 +30,7 @@ decode step over pages and rings, as for a user's tokens.
 """
 
 TABLE = """\
-| row | KL in the engine | KL by the model | engine / model | p99 KL | top-1 | by the model |
+| row | KL in the engine | KL in the simulation | engine / simulation | p99 KL | top-1 | top-1 in the simulation |
 |---|---|---|---|---|---|---|
 """
 

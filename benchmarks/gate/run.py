@@ -145,11 +145,11 @@ class Matrix:
         self.rows: dict[str, Any] = json.loads(out.read_text())["rows"] if out.exists() else {}
 
     def wants(self, name: str) -> bool:
-        """Return True if this run must measure the row: it is named, or it is missing and no row is named."""
+        """Return True if this run must measure the row: the command line names it, or names none and it is missing."""
         return name in self._only if self._only else name not in self.rows
 
     def turn(self, mode: Mode) -> int:
-        """Return the position of a mode among the named rows, so that they run in the order of the command line."""
+        """Return the position of a mode's row on the command line, so that rows run in this order."""
         return self._only.index(mode.name) if self._only else 0
 
     def add(self, name: str, stages: list[dict[str, Any]]) -> None:

@@ -186,7 +186,7 @@ class Bench:
             await self._load.stop(patience_seconds=0)
 
     async def begin(self, row: Row) -> None:
-        """Wait until no canary runs and users get answers, then start the row's counts."""
+        """Wait until no canary runs and users get answers. Then start to count the requests of this fault's row."""
         self.row = row
         await self.until(lambda o: self.whole() and not o.at("canary"), "a calm service", 120)
         load = self.load

@@ -108,7 +108,7 @@ def load(
     config_maps: Mapping[str, Mapping[str, str]] | None = None,
     context_tokens: int = 0,
 ) -> tuple[ProbePrompt, ...]:
-    """Return the prompts of the named packs, in order.
+    """Return the prompts of the packs in `probe_sets`, in order.
 
     A generated pack is returned as one prompt without messages, because its prompts depend on the engine.
 

@@ -112,7 +112,7 @@ async def fill(
 async def _press(
     engine: EngineClient, throttle: Throttle, baseline: Baseline, size: int, look: Look, allowed: Allowed
 ) -> tuple[Compared, ...]:
-    """Compare answers to the baseline's prompts while the pool is full.
+    """Compare answers to the baseline's prompts while the engine's pool of KV pages is full.
 
     The result is empty if the pool does not become full in time, or if its size is unknown or too large.
     """

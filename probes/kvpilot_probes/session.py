@@ -69,7 +69,7 @@ class Throttle:
         self._left -= time.monotonic() - began
 
 
-# Number of decoded tokens of a prompt. 32 tokens reach past the first sentence, where a damaged cache starts to show.
+# Length of an answer in tokens. 32 tokens reach past the first sentence, where a damaged cache starts to show.
 DEFAULT_TOKENS = 32
 MIN_TOKENS = 8
 MAX_TOKENS = 128

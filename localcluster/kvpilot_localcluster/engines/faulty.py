@@ -54,7 +54,7 @@ class Faults:
     """Memory in MiB that the engine allocates."""
 
     def take(self, changes: Json) -> None:
-        """Change the named fields.
+        """Set these fields to these values.
 
         Raises:
             ValueError: there is no such field.

@@ -187,7 +187,7 @@ class Actor:
     async def _write(self, s: Snapshot, manifest: Manifest, objects: Objects) -> None:
         what, content = (manifest["kind"], manifest["metadata"]["name"]), _hash(manifest)
         if "resourceVersion" in manifest["metadata"]:
-            # A user's route. The API server refuses the patch if the route has changed since it was observed.
+            # Patch a user's route. The API server refuses the patch if the route has changed since it was observed.
             await self._attempt(s, what, content, partial(self._cluster.merge, Ref.to(manifest), dict(manifest)))
             return
         apply = partial(self._apply, s, manifest, content, objects.removed.get(what))

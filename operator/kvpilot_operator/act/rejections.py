@@ -33,7 +33,7 @@ class Rejections:
         self._written = False
 
     def now(self) -> tuple[Rejection, ...] | None:
-        """Return the current refusals, or None if nothing was written yet.
+        """Return the API server's current refusals, or None if the operator has written nothing yet.
 
         Leave out a refused baseline once its retry is due. No reconcile retries it: only a new capture writes it.
         """
@@ -48,7 +48,7 @@ class Rejections:
         return one is not None and one.content == content and self._clock() < one.due
 
     def note(self, what: What, content: bytes, error: Rejected) -> bool:
-        """Remember a refusal. Return True if it is new or has changed."""
+        """Remember that the API server refused this object. Return True if the refusal is new or has changed."""
         before = self._held.get(what)
         rejection = Rejection(*what, error.reason, error.message, error.causes)
         again = before is not None and before.content == content
@@ -59,7 +59,7 @@ class Rejections:
         return before is None or before.rejection != rejection
 
     def accepted(self, what: What) -> None:
-        """Forget an object's refusal, because the API server has accepted a write of the object."""
+        """Forget that the API server refused an object, because it has now accepted a write of the object."""
         self._held.pop(what, None)
         self._written = True
 

@@ -61,7 +61,7 @@ _MAX_WAIT_SECONDS = 86_400
 # Beginnings of HTTP 500 messages whose cause a retry does not remove: an unknown field, or a webhook that fails.
 _LASTING = ("failed to create typed patch object", "failed calling webhook")
 
-# Largest number of causes to keep for one refusal. A service's status cannot hold more.
+# Largest number of causes to keep if the API server refuses an object. A service's status cannot hold more.
 _MAX_CAUSES = 8
 
 REMEDIES = {

@@ -5,7 +5,7 @@ from kvpilot_operator.api.words import ConditionType, ObjectiveState, Outcome, R
 from kvpilot_probes.errors import ProbeError
 
 OTHER = "Other"
-# Refusals of kvpilot-serve (kvpilot_runtime.errors).
+# Reasons for which kvpilot-serve refuses to start an engine (kvpilot_runtime.errors).
 ENGINE = ("ModelNotFound", "ModelUnsupported", "DtypeUnsupported", "DoesNotFit", "BadArguments")
 # A kubelet's reasons for a container that does not run.
 _KUBELET = (
@@ -15,7 +15,7 @@ _KUBELET = (
     "PostStartHookError", "RunContainerError", "StartError", "ContainerStatusUnknown", "Error", "OOMKilled",
     "Completed", "DeadlineExceeded", "Evicted", "Terminated",
 )  # fmt: skip
-# Refusals of an API server (metav1.StatusReason), or of a controller that cannot create a pod.
+# Reasons for which an API server refuses an object (metav1.StatusReason), or a controller cannot create a pod.
 _API_SERVER = (
     "Invalid", "Forbidden", "BadRequest", "Conflict", "AlreadyExists", "NotFound", "Gone", "Expired", "InternalError",
     "MethodNotAllowed", "NotAcceptable", "UnsupportedMediaType", "RequestEntityTooLarge", "Unauthorized", "Timeout",

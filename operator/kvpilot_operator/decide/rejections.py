@@ -78,7 +78,7 @@ def finding(rejections: Sequence[Rejection]) -> Cause:
 
 
 def _told(one: Rejection) -> str:
-    """Describe one refusal: the API server's fields and messages, the object, and a remedy if one is known."""
+    """Describe why the API server refused an object: its fields and messages, the object, and a remedy if known."""
     # Leave out a note that newer API servers add about their own checks, because it does not help users.
     causes = [cause for cause in one.causes if "some validation rules were not checked" not in cause[1]]
     words = ", ".join(dict.fromkeys(f"{field}: {text}" for field, text in causes)) or one.message or "no message"

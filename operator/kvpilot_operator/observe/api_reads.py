@@ -156,7 +156,7 @@ def incomplete(key: ServiceKey, view: DeploymentView, leaders: Sequence[PodView]
 
 
 def refusal_of(events: Sequence[Object]) -> str | None:
-    """Return the newest refusal to create a pod, without the pod's name. Return None if a pod was created since."""
+    """Return why a pod was last refused, without the pod's name. Return None if a pod was created since then."""
     about = [one for one in events if one.get("reason") in ("FailedCreate", "SuccessfulCreate")]
     # Recorders use different fields for the time. As RFC 3339 text in UTC, it sorts by time.
     newest = max(about, key=lambda one: str(one.get("lastTimestamp") or one.get("eventTime") or ""), default=None)

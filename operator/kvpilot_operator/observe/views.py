@@ -140,7 +140,7 @@ def deployment_view(deployment: Object, kind: str = "Deployment") -> DeploymentV
 
 
 def without_pod_name(message: str) -> str:
-    """Return a refusal of a pod without the pod's name, which differs at each attempt."""
+    """Return why a pod could not be created, without the pod's name, which differs at each attempt."""
     return _POD_NAME.sub("", shown(message))[:1000]
 
 

@@ -14,10 +14,10 @@ from kvpilot_operator.state.snapshot import ModelFacts, ServiceKey
 
 log = logging.getLogger(__name__)
 
-# Samples in the pressure window: enough to tell if nine in ten are above the threshold.
+# Number of samples in the pressure window: enough to tell if nine in ten are above the threshold.
 _PRESSURE_BUCKETS = 24
-# Samples in a canary's traffic step. Decisions cut it into slices of time that each have samples, and need at least 26
-# of them to compare the canary with the stable revision.
+# Number of samples in a canary's traffic step. Decisions cut the step into slices of time that each have samples, and
+# need at least 26 slices to compare the canary with the stable revision.
 _STEP_BUCKETS = 40
 # Longest time, in seconds, over which the near window (`SampleRetention`) merges samples into one. With a longer time,
 # two samples could be 60 s (`STALE_SECONDS`) apart, which counts as a gap.

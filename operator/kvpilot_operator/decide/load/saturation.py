@@ -102,8 +102,10 @@ def backing_off(now: datetime, dtype: str, replicas: int, known: ScaleInBackoff 
 
 
 def _alike(limit: Saturation, w: Workload | Saturation, *, lighter: bool = False) -> bool:
-    """Return True if both loads have similar mean lengths of prompts, answers and uncached prompt tokens. With
-    `lighter`, `w` may have any smaller number of uncached prompt tokens."""
+    """Return True if both loads have similar mean lengths of prompts, answers and uncached prompt tokens.
+
+    With `lighter`, `w` may have any smaller number of uncached prompt tokens.
+    """
     pairs = [(limit.mean_prompt, w.mean_prompt), (limit.mean_generation, w.mean_generation)]
     if limit.computed_prompt is not None:
         less = min(limit.computed_prompt, w.computed_prompt or 0.0) if lighter else limit.computed_prompt
