@@ -245,7 +245,7 @@ def test_metrics_with_authentication_need_the_token_of_a_permitted_user(install)
             found.add(connection.getresponse().status)
         return found
 
-    # The standby replica also sends requests to the API server.
+    # Ask both replicas: the standby replica has the API server check tokens, too.
     assert len(pods) == 2
     assert statuses() == {401}
     assert statuses(("Authorization", f"Bearer {token}")) == {403}

@@ -142,7 +142,7 @@ def test_structured_output_follows_its_schema(served: httpx.Client) -> None:
         assert found["city"] in ("Ghent", "Oslo", "Porto")
         assert isinstance(found["warm"], bool)
         assert 1 <= found["days"] <= 9
-    # As a control: without the option, random weights generate no JSON.
+    # Control: without the option, random weights generate no JSON.
     with pytest.raises(json.JSONDecodeError):
         json.loads(chatted(served)["content"])
 

@@ -94,7 +94,7 @@ def test_wrong_pages_prevent_the_start_on_every_device(device: str, monkeypatch:
     ("version", "refused"), [("0.32.0", False), ("0.31.0", True), ("0.33.0", False), ("0.34.0", True)]
 )
 @pytest.mark.usefixtures("layer")
-def test_if_the_check_cannot_run_a_tested_version_still_serves(
+def test_if_the_page_check_cannot_run_only_tested_versions_serve(
     version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> float:

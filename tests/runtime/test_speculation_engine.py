@@ -137,5 +137,5 @@ def test_rejected_drafts_do_not_shorten_the_window_and_are_never_read(
     if told.block_size > 16:  # Gemma's full layers have blocks of 256 tokens, and no prefix here is that long
         del seen["cached"], seen["preempted"]
     assert min(seen.values()) > 0
-    # As a control: a window with one token less gives other answers.
+    # Control: a window with one token less gives other answers.
     assert Judge(question, told, Oracle(model(), dtype, recent=60), rounds=0).wrong

@@ -241,10 +241,6 @@ def test_the_verdict_reports_the_load_of_both_sides():
     assert "running a pod" in judged(2).message
 
 
-# --- single functions
-# -----------------------------------------------------------------------------------------------------
-
-
 @example(0.9995, 4)
 @given(st.floats(0.9, 0.9995), st.integers(4, 1000))
 def test_our_quantiles_of_students_t_equal_scipys(level, freedom):

@@ -237,11 +237,12 @@ DEEPSEEK_V41 = {
 
 
 def test_a_layer_that_attends_twice_keeps_two_caches():
-    found = read(LONGCAT)  # as published, without a model_type
+    # The published config.json has no model_type.
+    found = read(LONGCAT)
     assert (found.model_type, found.full_layers, found.latent) == ("longcat_flash", 56, 576)
     assert found.token_bytes("auto") == 56 * 576 * 2
     assert found.doubt == ""
-    # As saved by newer releases of transformers.
+    # Newer releases of transformers save these fields, too.
     saved = {**LONGCAT, "model_type": "longcat_flash", "num_hidden_layers": 56}
     assert read(saved).full_layers == 56
     del saved["num_layers"]

@@ -110,7 +110,7 @@ async def test_after_a_different_token_the_answer_about_a_picture_continues_from
     assert len(resumed) == 8 and all(body["continue_final_message"] for body in resumed)
 
 
-async def test_an_answer_whose_text_gives_other_tokens_continues_one_token_later() -> None:
+async def test_if_the_text_of_an_answer_has_other_tokens_the_probe_resumes_one_token_later() -> None:
     kept = await captured(seeing(), "builtin/images")
     whole = seeing(wrong=3)
 

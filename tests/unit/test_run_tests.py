@@ -99,7 +99,7 @@ def test_an_unknown_part_of_the_tests_is_refused_before_any_part_runs(
     assert "unknown part carts: use runtime" in capfd.readouterr().err
 
 
-def test_every_folder_of_tests_is_a_part_and_those_with_long_tests_are_named(script: ModuleType) -> None:
+def test_the_script_lists_every_folder_of_tests_and_those_with_long_tests(script: ModuleType) -> None:
     files = list((SCRIPT.parents[1] / "tests").glob("*/test_*.py"))
     assert {*(file.parent.name for file in files), "check"} == set(script.PARTS)
     assert {file.parent.name for file in files if "mark.long" in file.read_text()} - {"unit"} == set(script.LONG)
