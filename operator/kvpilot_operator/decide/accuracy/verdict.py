@@ -60,7 +60,7 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
             )
             return Judgement(Verdict.INCONCLUSIVE, Reason.BASELINE_UNFIT, text, excess, covered)
     if found.broken:
-        text = f"{found.broken} positions with logprobs that are not numbers (NaN, infinite or missing): {numbers}"
+        text = f"{found.broken} positions have logprobs that are not numbers (NaN, infinite or missing): {numbers}"
         return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, text, excess, covered)
     worse = next((tasks for tasks in found.tasks if candidate_worse(tasks)), None)
     if worse is not None and outcome.answer != Answer.FAILED:
