@@ -42,7 +42,7 @@ SHARED_TOKENS, HIT_TOKENS = 448, 20
 # For prompts of these buckets, do not send the first half alone before the whole prompt.
 FRESH = ("residue", "chunk")
 HIT = "hit"
-# Buckets with this prefix have prompts that the engine loads through the KV connector that the rest of the name says.
+# Prefix of buckets that test pages which the engine loads through a KV connector. The connector's name follows.
 FROM = "from-"
 PICTURES = "builtin/images"
 # Largest length of the agent's rounds, in tokens. They fill three quarters of the context, up to this length.

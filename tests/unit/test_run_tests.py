@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "run_tests.py"
-# Programs of the parts. All except `crash` and `empty` are pytest runs of one file.
+# Test files of the parts that run tests of their own, by the name of the part.
 TESTS = {
     "e2e": "def test_works(): pass\ndef test_breaks(): assert 1 == 2\n",
     "unit": "import pytest\n@pytest.fixture\ndef broken(): raise OSError('no')\ndef test_needs(broken): pass\n",

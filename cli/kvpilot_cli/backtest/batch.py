@@ -105,7 +105,8 @@ class Decoding:
         self.tokens = 0
         """Tokens in the contexts of all decoding requests."""
         self._size = block_size
-        # By request number: the request, and its length minus `_steps`. Both grow by 1 a step, so this stays constant.
+        # Each request by its number, with its length minus `_steps`. This difference stays constant, because both the
+        # length and `_steps` grow by 1 a step.
         self._held: dict[int, tuple[Request, int]] = {}
         self._by_remainder = [0] * block_size
         self._ends: list[tuple[int, int, int]] = []  # step at which a request ends, its number and epoch

@@ -42,7 +42,7 @@ class ServiceRecord:
     attempts: Attempts = field(default_factory=Attempts)
     scraping: bool = False
     rolling: bool = False
-    """True while a canary replaces its pods without a change of dtype."""
+    """True while a canary of the same dtype, such as one with another image, replaces the service's pods."""
 
     def close(self) -> None:
         """Stop all background tasks: the service is gone."""
@@ -178,5 +178,5 @@ def _tell(s: Snapshot, decision: Decision) -> None:
 
 
 def _rolls(canary: Canary | None) -> bool:
-    """Return True if a canary replaces pods without a change of dtype."""
+    """Return True if this canary keeps the dtype, and so changes something else, such as the image."""
     return canary is not None and canary.dtype == canary.from_dtype
