@@ -72,7 +72,7 @@ def test_layers_with_a_window_are_grouped_as_vllm_does(name, layers, full, windo
 
 
 def test_a_page_of_k4v4_at_head_dim_256_wastes_six_percent_of_a_window_layer():
-    # docs/serving.md; on a GPU our blocks are multiples of 64 tokens.
+    # docs/model-kinds.md quotes this share. On a GPU our blocks are multiples of 64 tokens.
     layout = cache(models.find("gemma-3-4b-it"), "k4v4", 1)
     assert (layout.block, layout.window_block) == (256, 64)
     stored = layout.window_block * 4 * formats.parse("auto").row_bytes(256)
