@@ -1,16 +1,27 @@
-"""The command line of `kvpilot-operator`."""
+"""The command line of `kvpilot-operator`, and its entry point."""
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 import msgspec
 
-from kvpilot_formats.installed import add_version
+from kvpilot_formats.installed import add_version, lacks
 from kvpilot_operator.api.engine_defaults import NO_DEFAULTS, EngineDefaults
 from kvpilot_operator.api.pod_template import KINDS
 
 PURPOSE = "Choose the KV-cache dtype of each QuantizedLLMService, and check the accuracy of its answers."
+
+
+def main() -> None:
+    """Run the operator. Exit with status 2 if the extra `operator` is not installed."""
+    options = parse_arguments(sys.argv[1:])
+    try:
+        from kvpilot_operator.main import main as run
+    except ModuleNotFoundError as error:
+        lacks("kvpilot-operator", "operator", error)
+    run(options)
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -44,7 +55,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--mesh-certificates",
-        type=_folder,
+        type=Path,
         metavar="DIR",
         help="folder with Istio's cert-chain.pem, key.pem and root-cert.pem, to reach engines with a sidecar",
     )
@@ -57,11 +68,17 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--lease-namespace", default=os.environ.get("POD_NAMESPACE", ""), help="namespace of the Lease ($POD_NAMESPACE)"
     )
     parser.add_argument(
-        "--lease-seconds", type=_lease_seconds, default=15, help="seconds until a standby replaces a dead leader (15)"
+        "--lease-seconds", type=int, default=15, help="seconds until a standby replaces a dead leader (15)"
     )
     options = parser.parse_args(arguments)
     if options.leader_elect and not options.lease_namespace:
         parser.error("--leader-elect needs --lease-namespace NAMESPACE, or POD_NAMESPACE in the environment")
+    if not 15 <= options.lease_seconds <= 300:
+        parser.error(f"--lease-seconds: {options.lease_seconds} is not between 15 and 300 seconds")
+    if (folder := options.mesh_certificates) is not None and not folder.is_dir():
+        parser.error(
+            f"--mesh-certificates: {folder}: is not a folder; mount the volume that the sidecar writes to there"
+        )
     return options
 
 
@@ -72,19 +89,3 @@ def _engine_defaults(text: str) -> EngineDefaults:
         raise argparse.ArgumentTypeError(
             f'{error}; give a JSON object such as {{"image": "NAME"}}, as the chart writes it from its values engines.*'
         ) from None
-
-
-def _folder(path: str) -> Path:
-    if not Path(path).is_dir():
-        raise argparse.ArgumentTypeError(f"{path}: is not a folder; mount the volume that the sidecar writes to there")
-    return Path(path)
-
-
-def _lease_seconds(text: str) -> int:
-    try:
-        seconds = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of seconds") from None
-    if not 15 <= seconds <= 300:
-        raise argparse.ArgumentTypeError(f"{seconds} is not between 15 and 300 seconds")
-    return seconds

@@ -40,4 +40,4 @@ def test_a_lease_that_is_too_short_or_too_long_is_refused_with_the_limits(capsys
 
 
 def test_a_duration_that_is_not_a_number_is_refused(capsys):
-    assert "'soon' is not a whole number of seconds" in refused(capsys, "--lease-seconds=soon")
+    assert "--lease-seconds: invalid int value: 'soon'" in refused(capsys, "--lease-seconds=soon")

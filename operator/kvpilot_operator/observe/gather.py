@@ -42,13 +42,9 @@ Objects = dict[tuple[str, str], ObjectView]
 class Observations:
     """The observer's memory of one service: scrape windows and probe packs."""
 
-    __slots__ = ("key", "plan", "throttle", "uid", "windows")
-
     def __init__(self, key: ServiceKey, uid: str) -> None:
-        self.key = key
-        self.uid = uid
-        self.windows = Windows(key)
-        self.throttle = ScrapeThrottle()
+        self.key, self.uid = key, uid
+        self.windows, self.throttle = Windows(key), ScrapeThrottle()
         self.plan: PlanRead | None = None
 
 

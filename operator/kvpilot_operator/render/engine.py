@@ -10,7 +10,6 @@ from typing import Any
 from kvpilot_formats import dtypes
 from kvpilot_operator.api import names
 from kvpilot_operator.api.pod_template import KEYS
-from kvpilot_operator.api.pods import Adapter
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.render import workloads
 
@@ -218,13 +217,11 @@ def _adapters(spec: Spec) -> list[str]:
     """Return the arguments that load the adapters. Unless extraArgs limits it, one engine step may use all adapters."""
     if not spec.model.adapters:
         return []
-    modules = [f"{one.name}={_adapter_location(one)}" for one in spec.model.adapters]
+    modules = []
+    for one in spec.model.adapters:
+        scheme, _, rest = one.source.partition("://")
+        modules.append(f"{one.name}={_ADAPTERS_PATH}/{rest}" if scheme == "pvc" else f"{one.name}={rest}")
     return [names.ADAPTERS_OPTION, *modules, "--enable-lora", f"--max-loras={len(modules)}"]
-
-
-def _adapter_location(adapter: Adapter) -> str:
-    scheme, _, rest = adapter.source.partition("://")
-    return f"{_ADAPTERS_PATH}/{rest}" if scheme == "pvc" else rest
 
 
 def model_location(spec: Spec) -> str:
@@ -244,24 +241,18 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
     if spec.model.token_secret_ref is not None:
         token = {"name": spec.model.token_secret_ref.name, "key": spec.model.token_secret_ref.key}
         env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": token}})
-    if (spec.cache.weights or spec.cache.weights_claim_name) and spec.model.source.startswith("hf://"):
+    hub = spec.model.source.startswith("hf://")
+    if (spec.cache.weights or spec.cache.weights_claim_name) and hub:
         env.append({"name": "HF_HOME", "value": _WEIGHTS_PATH})
-    compiled = _compiled(spec)
+    compiled = f"{_WEIGHTS_PATH}/kvpilot-compiled" if spec.cache.weights and hub else ""
+    # A user's own PersistentVolumeClaim for weights never holds compiled code: every engine that shares the claim would
+    # run the code.
+    if spec.cache.compile_claim_name:
+        compiled = _COMPILE_PATH
     if compiled and all(one.name != COMPILED for one in spec.engine.env):
         env.append({"name": COMPILED, "value": compiled})
     empty = {"value": ""}
     return [*env, *((empty if one.value_from is None else {}) | one.as_written() for one in spec.engine.env)]
-
-
-def _compiled(spec: Spec) -> str:
-    """Return the folder for compiled code, or "" if there is none.
-
-    A user's own PersistentVolumeClaim for weights never holds this folder: every engine that shares the claim would run
-    the code.
-    """
-    if spec.cache.compile_claim_name:
-        return _COMPILE_PATH
-    return f"{_WEIGHTS_PATH}/kvpilot-compiled" if spec.cache.weights and spec.model.source.startswith("hf://") else ""
 
 
 def _volumes(service: str, spec: Spec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

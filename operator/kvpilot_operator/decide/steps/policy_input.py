@@ -82,16 +82,11 @@ class PolicyInput:
         """
         if self.no_canary is not None:
             return Outcome.NO_CANARY, self.no_canary
-        changed, dwell = self.dtype_changed, self.spec.kv_cache.min_dwell_seconds
-        if self.rolled_back is not None:
-            until = self.rolled_back + timedelta(seconds=min(COOL_DOWN_SECONDS, dwell))
-            if self.now < until:
-                return Outcome.COOLING_DOWN, f"a canary was rolled back; the dtype may not change before {utc(until)}"
-        if changed is not None:
-            until = changed + timedelta(seconds=dwell * (CLIMB_DWELLS if climb else 1))
-            if self.now < until:
-                return (
-                    Outcome.COOLING_DOWN,
-                    f"the dtype changed at {utc(changed)}; it may not change before {utc(until)}",
-                )
+        back, changed, dwell = self.rolled_back, self.dtype_changed, self.spec.kv_cache.min_dwell_seconds
+        if back is not None and self.now < (until := back + timedelta(seconds=min(COOL_DOWN_SECONDS, dwell))):
+            return Outcome.COOLING_DOWN, f"a canary was rolled back; the dtype may not change before {utc(until)}"
+        wait = timedelta(seconds=dwell * (CLIMB_DWELLS if climb else 1))
+        if changed is not None and self.now < (until := changed + wait):
+            words = f"the dtype changed at {utc(changed)}; it may not change before {utc(until)}"
+            return Outcome.COOLING_DOWN, words
         return None
