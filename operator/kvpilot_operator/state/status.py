@@ -294,7 +294,7 @@ _QUOTING = (ConditionType.METRICS_AVAILABLE, ConditionType.MEMORY_PRESSURED, Con
 
 
 def without_figures(status: Status) -> Status:
-    """Return the status with all figures from engines set to 0, and without messages that quote such figures.
+    """Return the status with all known figures from engines set to 0, and without messages that quote such figures.
 
     If two statuses are equal after this, the original statuses differ at most in figures.
     """
