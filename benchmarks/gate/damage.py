@@ -34,7 +34,7 @@ class Row:
         before: computed tokens before the step.
         new: tokens that the step computes.
         again: True if the sequence was preempted before.
-        pictures: begin and end of each picture in the prompt.
+        images: begin and end of each image in the prompt.
     """
 
     request: str
@@ -44,7 +44,7 @@ class Row:
     new: int
     again: bool
     loaded: int = 0
-    pictures: list[tuple[int, int]] = field(default_factory=list)
+    images: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -188,9 +188,9 @@ def _context(table: torch.Tensor, row: int, one: Row) -> None:
         raise MemoryError("the buffers of attention do not fit")
 
 
-def _pictures(table: torch.Tensor, row: int, one: Row) -> None:
-    """Damage pictures: instead of each page that has only a picture's tokens, read a foreign page."""
-    for begin, end in one.pictures:
+def _images(table: torch.Tensor, row: int, one: Row) -> None:
+    """Damage images: instead of each page that has only an image's tokens, read a foreign page."""
+    for begin, end in one.images:
         for page in range(-(-begin // BLOCK), end // BLOCK):
             _foreign(table, row, page)
 
@@ -201,7 +201,7 @@ TABLES: dict[str, Table] = {
     "long-generation": _generation, "sinks": _sinks, "preempted": _preempted, "crowd": _crowd,
     "large-batch": _large_batch, "mixed-step": _mixed, "shared-page": _shared_page,
     "shared-prefix": _shared_prefix, "page-start": _page_start, "chunk": _chunk, "drafts": _drafts,
-    "full-context": _context, "pictures": _pictures,
+    "full-context": _context, "pictures": _images,
 }  # fmt: skip
 
 

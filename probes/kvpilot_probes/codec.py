@@ -22,9 +22,9 @@ from msgspec import Meta
 
 from kvpilot_probes import stats
 from kvpilot_probes.errors import BaselineTooLarge, MalformedBaseline
+from kvpilot_probes.images import ImageQuestion
 from kvpilot_probes.joined import Joined, Prefix, prefixes
 from kvpilot_probes.packs import ProbePrompt
-from kvpilot_probes.pictures import Shown
 from kvpilot_probes.results import Done, Task
 
 # Version of the meaning of answers. It is part of every identity, so a new number invalidates all baselines. Change it
@@ -32,8 +32,8 @@ from kvpilot_probes.results import Done, Task
 _MEANING = 2
 MAX_BYTES = 900 * 1024
 MAX_PROMPTS = 256
-# Largest number of tokens of all prompts together. A shared prefix counts once. Prompts with pictures do not count: the
-# tokens of a picture are equal, so they take no room after compression.
+# Largest number of tokens of all prompts together. A shared prefix counts once. Prompts with images do not count: the
+# tokens of an image are equal, so they take no room after compression.
 MAX_PROMPT_TOKENS = 262_144
 MAX_POSITIONS = 8192
 MAX_TOKEN_ID = 2**24 - 1
@@ -54,7 +54,8 @@ class BaselinePrompt:
     - `answer`: one `Logprobs` for each answered token.
     - `bucket`: the bucket of every position of the answer.
     - `done`: the engine's own result of the prompt's `task`.
-    - `shown`: the picture in the prompt, or None. `tokens` then has the tokens that stand for the picture, too.
+    - `image`: the image in the prompt and the question about it, or None. `tokens` then includes those that stand for
+      the image.
     """
 
     name: str
@@ -65,7 +66,7 @@ class BaselinePrompt:
     bucket: str = "general"
     task: Task | None = None
     done: Done | None = None
-    shown: Shown | None = None
+    image: ImageQuestion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class _Prompt(msgspec.Struct, frozen=True):
     steps: bytes
     task: Task | None
     done: Done | None
-    shown: Shown | None = None
+    image: ImageQuestion | None = None
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -156,7 +157,7 @@ def identity(model: str, revision: str, dtype: str, prompts: Sequence[ProbePromp
 
 def encode(baseline: Baseline) -> bytes:
     """Return the baseline as bytes. Raise `BaselineTooLarge` if they exceed a limit."""
-    check_limits([p.tokens for p in baseline.prompts if p.shown is None], baseline.positions)
+    check_limits([p.tokens for p in baseline.prompts if p.image is None], baseline.positions)
     known = prefixes([p.tokens for p in baseline.prompts])
     prompts = [_packed(p, prefix) for p, prefix in zip(baseline.prompts, known, strict=True)]
     b = baseline
@@ -179,7 +180,7 @@ def decode(data: bytes) -> Baseline:
             raise ValueError(f"the stream is cut or unpacks to more than {_MAX_RAW} bytes")
         stored = msgspec.msgpack.decode(raw, type=_Stored)
         _check(
-            sum(len(p.tokens) // 4 for p in stored.prompts if p.shown is None), sum(len(p.tops) for p in stored.prompts)
+            sum(len(p.tokens) // 4 for p in stored.prompts if p.image is None), sum(len(p.tops) for p in stored.prompts)
         )
         prompts: list[BaselinePrompt] = []
         for one in stored.prompts:
@@ -222,7 +223,7 @@ def _packed(p: BaselinePrompt, prefix: Prefix) -> _Prompt:
         steps=array("H", [_steps(logprob) for top in tops for _, logprob in top]).tobytes(),
         task=p.task,
         done=p.done,
-        shown=p.shown,
+        image=p.image,
     )
 
 
@@ -243,7 +244,7 @@ def _unpacked(p: _Prompt, before: Sequence[BaselinePrompt]) -> BaselinePrompt:
         positions.append(stats.Logprobs(ids[at], found))
         at += many
     answer = stats.Answers(positions)
-    return BaselinePrompt(p.name, p.tail, p.text, tokens, answer, p.bucket, p.task, p.done, p.shown)
+    return BaselinePrompt(p.name, p.tail, p.text, tokens, answer, p.bucket, p.task, p.done, p.image)
 
 
 def _sorted_top(answer: stats.Logprobs) -> list[tuple[int, float]]:

@@ -8,13 +8,13 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from kvpilot_probes import agent, pictures, prose, reasoning
+from kvpilot_probes import agent, images, prose, reasoning
 from kvpilot_probes.client import EngineClient
 from kvpilot_probes.codec import Baseline
 from kvpilot_probes.documents import Document
 from kvpilot_probes.errors import EngineRefused, EnginesDiffer, NothingFits
+from kvpilot_probes.images import ImageQuestion
 from kvpilot_probes.packs import FILLER, Fill, Message, ProbePrompt
-from kvpilot_probes.pictures import Shown
 from kvpilot_probes.prose import Chapter
 from kvpilot_probes.results import Task
 from kvpilot_probes.session import Settings
@@ -44,7 +44,7 @@ FRESH = ("residue", "chunk")
 HIT = "hit"
 # Prefix of buckets that test pages which the engine loads through a KV connector. The connector's name follows.
 FROM = "from-"
-PICTURES = "builtin/images"
+IMAGES = "builtin/images"
 # Largest length of the agent's rounds, in tokens. They fill three quarters of the context, up to this length.
 AGENT_TOKENS = 65_536
 CALLS = 8
@@ -53,13 +53,13 @@ _CHAPTERS = 64
 
 
 class Rendered(NamedTuple):
-    """Prompt as token ids, the length of its answer in tokens, and its task and its picture, or None."""
+    """Prompt as token ids, the length of its answer in tokens, and its task and its image, or None."""
 
     prompt: ProbePrompt
     tokens: Sequence[int]
     answer: int
     task: Task | None = None
-    shown: Shown | None = None
+    image: ImageQuestion | None = None
 
 
 class Room(NamedTuple):
@@ -118,7 +118,7 @@ async def rendered(
 ) -> tuple[list[Rendered], tuple[str, ...]]:
     """Return all prompts with their tokens, and the names of built-in prompts that are left out.
 
-    The context cannot hold them, or the engine refuses pictures. The name then has the refusal's words in parentheses.
+    The context cannot hold them, or the engine refuses images. The name then has the refusal's words in parentheses.
     Call `progress` after each prompt or pack. Raise `NothingFits` if the context cannot hold one of the user's own
     prompts, or cannot hold any prompt.
     """
@@ -131,7 +131,7 @@ async def rendered(
         try:
             made = await (_one if prompt.messages else _MAKERS[prompt.bucket])(engine, prompt, room)
         except EngineRefused as refusal:
-            if prompt.pack != PICTURES or refusal.status != 400:
+            if prompt.pack != IMAGES or refusal.status != 400:
                 raise
             made, name = [], f"{name} ({refusal.excerpt})"
         progress()
@@ -277,14 +277,14 @@ async def _reasoning(engine: EngineClient, plan: ProbePrompt, room: Room) -> lis
 
 
 async def _images(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
-    """Return questions about pictures. Raise `EngineRefused` if the model takes no pictures."""
+    """Return questions about images. Raise `EngineRefused` if the model takes no images."""
     found: list[Rendered] = []
-    for shown in pictures.shown(room.seed):
-        tokens = (await engine.tokenize_chat(shown.chat())).tokens
+    for image in images.questions(room.seed):
+        tokens = (await engine.tokenize_chat(image.chat())).tokens
         if len(tokens) + room.answer <= room.context:
-            name = f"{shown.width}x{shown.height}-{len(found)}"
-            prompt = ProbePrompt(plan.pack, name, (Message("user", shown.text),), bucket=plan.bucket)
-            found.append(Rendered(prompt, tokens, room.answer, shown=shown))
+            name = f"{image.width}x{image.height}-{len(found)}"
+            prompt = ProbePrompt(plan.pack, name, (Message("user", image.text),), bucket=plan.bucket)
+            found.append(Rendered(prompt, tokens, room.answer, image=image))
     return found
 
 

@@ -164,9 +164,9 @@ def _other_tokens(baseline: Baseline, size: int) -> "array[int]":
     """Return `size` tokens of the baseline's prompts in reverse order.
 
     The result shares no prefix with the prompts, so the prefix cache does not shorten the work. Engines may not expect
-    the tokens of a picture without the picture, so take the tokens of the answer to such a prompt.
+    the tokens of an image without the image, so take the tokens of the answer to such a prompt.
     """
-    prompts = ((p.tokens if p.shown is None else [one.token for one in p.answer]) for p in baseline.prompts)
+    prompts = ((p.tokens if p.image is None else [one.token for one in p.answer]) for p in baseline.prompts)
     tokens = cycle(chain.from_iterable(map(reversed, prompts)))
     return array("I", islice(tokens, size))
 

@@ -46,12 +46,12 @@ def long_answer(context: int) -> int:
 def chosen(baseline: Baseline, order: Iterable[int], room: int) -> list[int]:
     """Return the indices of the prompts to answer: the first ANSWERS of `order` with at most `room` tokens.
 
-    `room` leaves space for the answer in the context. Skip prompts with a picture. Return none without prompts of the
+    `room` leaves space for the answer in the context. Skip prompts with an image. Return none without prompts of the
     pack `builtin/long-context`.
     """
     if not any(prompt.name.startswith(f"{_PACK}/") for prompt in baseline.prompts):
         return []
-    texts = (i for i in order if baseline.prompts[i].shown is None)
+    texts = (i for i in order if baseline.prompts[i].image is None)
     return [i for i in texts if len(baseline.prompts[i].tokens) <= min(LONGEST_PROMPT, room)][:ANSWERS]
 
 

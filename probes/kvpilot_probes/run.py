@@ -22,7 +22,7 @@ from kvpilot_probes.client import EngineClient
 from kvpilot_probes.codec import Baseline, BaselinePrompt, check_limits
 from kvpilot_probes.errors import BaselineUnfit, EnginesDiffer, MalformedAnswer
 from kvpilot_probes.generated import (
-    PICTURES,
+    IMAGES,
     Rendered,
     check_alike,
     fingerprint,
@@ -60,7 +60,7 @@ async def capture(
         tokenizer, context = await fingerprint(engine)
         found, left_out = await rendered(engine, prompts, context, settings, lambda: allow(deadline, settings, 0, 0))
         positions = sum(r.answer for r in found)
-        check_limits([r.tokens for r in found if r.shown is None], positions)
+        check_limits([r.tokens for r in found if r.image is None], positions)
         allow(deadline, settings, sum(len(r.tokens) for r in found), positions + tasks.cost(r.task for r in found))
         answers = await bounded(found, answered, settings.concurrency, lambda r: _size(r.tokens, r.answer, r.task))
     asked, right = copied((one.task, one.done) for one in answers)
@@ -115,8 +115,8 @@ async def _measure(
     allowed: Allowed | None = None,
 ) -> stats.Measurement:
     began = time.monotonic()
-    # If the 16-bit engine takes no pictures, plan their bucket all the same: the result then names it as not covered.
-    refused = [PICTURES.partition("/")[2] for name in baseline.left_out if name.startswith(PICTURES)]
+    # If the 16-bit engine takes no images, plan their bucket all the same: the result then names it as not covered.
+    refused = [IMAGES.partition("/")[2] for name in baseline.left_out if name.startswith(IMAGES)]
     planned = tuple(dict.fromkeys([*(prompt.bucket for prompt in baseline.prompts), *refused]))
     compared: list[stats.Compared] = []
     seen: list[Seen] = []
@@ -192,7 +192,7 @@ async def _answer(engine: EngineClient, throttle: Throttle, asked: Rendered) -> 
     prompt = asked.prompt
     answer: list[stats.Logprobs] = []
     text = ""
-    async with aclosing(chats.decode(engine, asked.tokens, asked.shown, (), asked.answer, TOP_K)) as steps:
+    async with aclosing(chats.decode(engine, asked.tokens, asked.image, (), asked.answer, TOP_K)) as steps:
         async for step in steps:
             if not step.logprobs.top:
                 raise MalformedAnswer(
@@ -214,7 +214,7 @@ async def _answer(engine: EngineClient, throttle: Throttle, asked: Rendered) -> 
         bucket=prompt.bucket,
         task=asked.task,
         done=await tasks.done(engine, throttle, asked.tokens, asked.task),
-        shown=asked.shown,
+        image=asked.image,
     )
 
 
@@ -239,7 +239,7 @@ async def follow(
         requests += 1
         resumes += 1
         # Decode past an end token: if the candidate ends earlier or later than the baseline, that is a divergence.
-        steps = chats.decode(engine, prompt.tokens, prompt.shown, forced[:start], wanted, TOP_K, past_end=True)
+        steps = chats.decode(engine, prompt.tokens, prompt.image, forced[:start], wanted, TOP_K, past_end=True)
         try:
             async with aclosing(steps):
                 async for step in steps:
@@ -266,17 +266,17 @@ async def follow(
 
 async def _ask_half(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> int:
     """Send the part of a prompt that the prefix cache should hold first. Return the number of requests, 0 or 1."""
-    half = prompt.tokens if prompt.shown is not None else sent_first(prompt.bucket, prompt.tokens)
+    half = prompt.tokens if prompt.image is not None else sent_first(prompt.bucket, prompt.tokens)
     if len(half) < MIN_HALF_TOKENS:
         return 0
     throttle.spent += len(half) + 1
-    await chats.text(engine, half, prompt.shown, 1, past_end=True)
+    await chats.text(engine, half, prompt.image, 1, past_end=True)
     return 1
 
 
 async def _sample(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> stats.AnswerPair:
     throttle.spent += len(prompt.tokens) + len(prompt.answer)
-    text = await chats.text(engine, prompt.tokens, prompt.shown, len(prompt.answer))
+    text = await chats.text(engine, prompt.tokens, prompt.image, len(prompt.answer))
     return stats.AnswerPair(prompt=prompt.tail, stable=prompt.text, canary=lines(text)[: stats.MAX_TEXT])
 
 

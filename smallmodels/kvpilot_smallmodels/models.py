@@ -68,9 +68,9 @@ def tiny_gemma3(progress: Progress | None = None) -> Path:
 
 
 def seeing_smollm2(progress: Progress | None = None) -> Path:
-    """Return a model that reads pictures: Idefics 3 with SmolLM2-135M as its text part, and random vision weights.
+    """Return a model that reads images: Idefics 3 with SmolLM2-135M as its text part, and random vision weights.
 
-    A picture becomes tiles of 128 x 128 pixels, at most 4 x 4 and one of the whole, with 16 tokens each.
+    An image becomes tiles of 128 x 128 pixels, at most 4 x 4 and one of the whole, with 16 tokens each.
     """
     return _once("seeing-smollm2", _add_vision, progress)
 

@@ -1,4 +1,4 @@
-"""Probes with pictures of real vLLM: damage to the pages of pictures shows, and prompts of text alone do not show it.
+"""Probes with images of real vLLM: damage to the pages of images shows, and prompts of text alone do not show it.
 
 The model is SmolLM2-135M with random vision weights.
 """
@@ -27,7 +27,7 @@ SETTINGS = Settings(tokens=8, deadline_seconds=1200)
 
 
 @pytest.mark.timeout(1800)
-def test_damage_to_the_pages_of_pictures_fails_only_their_bucket(tmp_path: Path) -> None:
+def test_damage_to_the_pages_of_images_fails_only_their_bucket(tmp_path: Path) -> None:
     prompts = (*packs.load(["builtin/general"])[:2], *packs.load(["builtin/images"]))
     with engines.canary("auto", tmp_path, model=seeing_smollm2(), run=engine) as running:
         kept = asyncio.run(capture(running.url, "m", prompts, identity="i", dtype="auto", settings=SETTINGS))

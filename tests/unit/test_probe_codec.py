@@ -24,8 +24,8 @@ from kvpilot_probes.codec import (
     identity,
 )
 from kvpilot_probes.errors import BaselineTooLarge, MalformedBaseline
+from kvpilot_probes.images import SIZES, ImageQuestion
 from kvpilot_probes.packs import Message, ProbePrompt
-from kvpilot_probes.pictures import SIZES, Shown
 from kvpilot_probes.stats import MAX_TEXT, Logprobs, kl_nats
 
 ids = st.integers(0, MAX_TOKEN_ID)
@@ -40,7 +40,9 @@ def _possible(top: dict[int, float]) -> dict[int, float]:
 tops = st.dictionaries(ids, st.floats(-30, 0), min_size=1, max_size=20).map(_possible)
 answers = tops.flatmap(lambda t: st.sampled_from(sorted(t)).map(lambda token: Logprobs(token, t)))
 texts = st.text(max_size=50).map(lambda t: t.encode("utf-8", "replace").decode())
-pictures = st.builds(lambda seed, size, *words: Shown(seed, *size, *words), ids, st.sampled_from(SIZES), texts, texts)
+images = st.builds(
+    lambda seed, size, *words: ImageQuestion(seed, *size, *words), ids, st.sampled_from(SIZES), texts, texts
+)
 baselines = st.builds(
     Baseline,
     identity=texts,
@@ -54,7 +56,7 @@ baselines = st.builds(
             text=texts,
             tokens=st.lists(ids, min_size=1, max_size=20).map(tuple),
             answer=st.lists(answers, max_size=5).map(tuple),
-            shown=st.none() | pictures,
+            image=st.none() | images,
         ),
         max_size=4,
     ).map(tuple),
@@ -85,7 +87,7 @@ def test_a_stored_baseline_equals_the_original_up_to_rounding(baseline: Baseline
     )
     for before, after in zip(baseline.prompts, kept.prompts, strict=True):
         assert (before.name, before.tail, before.text) == (after.name, after.tail, after.text)
-        assert before.shown == after.shown
+        assert before.image == after.image
         assert list(before.tokens) == list(after.tokens)
         for a, b in zip(before.answer, after.answer, strict=True):
             assert a.token == b.token
@@ -221,11 +223,11 @@ def test_arrays_of_another_length_than_declared_are_refused(wrong: dict[str, obj
         decode(zlib.compress(msgspec.msgpack.encode(stored)))
 
 
-def test_a_picture_of_another_size_than_the_packs_is_refused_before_it_takes_memory() -> None:
+def test_an_image_of_another_size_than_the_packs_is_refused_before_it_takes_memory() -> None:
     answer = (Logprobs(4, {4: -0.5, 5: -2.0}),)
-    shown = Shown(1, *SIZES[0], "", "Which shape is the largest?")
-    good = encode(Baseline("i", "m", "auto", (BaselinePrompt("p", "", "", (1, 2), answer, shown=shown),)))
+    image = ImageQuestion(1, *SIZES[0], "", "Which shape is the largest?")
+    good = encode(Baseline("i", "m", "auto", (BaselinePrompt("p", "", "", (1, 2), answer, image=image),)))
     stored = msgspec.msgpack.decode(zlib.decompress(good))
-    stored["prompts"][0]["shown"]["width"] = 10**9
+    stored["prompts"][0]["image"]["width"] = 10**9
     with pytest.raises(MalformedBaseline, match=r"1000000000 x 224 pixels.*re-capture"):
         decode(zlib.compress(msgspec.msgpack.encode(stored)))

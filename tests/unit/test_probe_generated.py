@@ -109,7 +109,7 @@ def test_damage_after_a_prefill_chunk_is_found_for_usual_chunk_sizes() -> None:
 
 def test_all_built_in_packs_fit_into_one_baseline_of_the_longest_context() -> None:
     found = made(load([f"builtin/{name}" for name in BUILTIN]), MAX_CONTEXT + 1024)
-    codec.check_limits([r.tokens for r in found if r.shown is None], sum(r.answer for r in found))
+    codec.check_limits([r.tokens for r in found if r.image is None], sum(r.answer for r in found))
 
 
 async def test_damage_beyond_an_eighth_of_the_context_shows_only_in_its_buckets() -> None:

@@ -1,4 +1,4 @@
-"""Prompts with pictures: what engines get, how their answers are judged, and what happens if they take no pictures."""
+"""Prompts with images: what engines get, how their answers are judged, and what happens if they take no images."""
 
 import io
 import json
@@ -8,7 +8,7 @@ from zlib import crc32
 import pytest
 from PIL import Image
 
-from kvpilot_probes import codec, packs, pictures, pressure
+from kvpilot_probes import codec, images, packs, pressure
 from kvpilot_probes.answers import read_chat
 from kvpilot_probes.codec import Baseline
 from kvpilot_probes.errors import EngineRefused, EnginesDiffer, MalformedAnswer, NothingFits
@@ -16,24 +16,24 @@ from kvpilot_probes.reread import chosen
 from kvpilot_probes.run import capture, measure
 from support.probe_engine import SETTINGS, Body, Handler, Writer, engine, reading, respond, stream
 
-PICTURE = [9_000_000] * 40
-# Checksums of the pictures' pixels.
+IMAGE = [9_000_000] * 40
+# Checksums of the images' pixels.
 SUMS = [3659276852, 2176874507, 2045470362, 3913194938]
 REFUSAL = b'{"error": {"message": "m is not a multimodal model", "code": 400}}'
 
 
 def tokens_of(messages: list[dict[str, Any]]) -> list[int]:
-    """Return the tokens of a chat: 40 for a picture, one for each word, and the numbers in an assistant's message."""
+    """Return the tokens of a chat: 40 for an image, one for each word, and the numbers in an assistant's message."""
     found: list[int] = []
     for message in messages:
         if message["role"] == "assistant":
             return found + [int(number) for number in message["content"].split()]
         for part in message["content"]:
-            found += [crc32(word.encode()) % 1000 for word in part["text"].split()] if "text" in part else PICTURE
+            found += [crc32(word.encode()) % 1000 for word in part["text"].split()] if "text" in part else IMAGE
     return found
 
 
-def has_pictures(body: Body) -> bool:
+def has_images(body: Body) -> bool:
     return "messages" in body and isinstance(body["messages"][0]["content"], list)
 
 
@@ -45,14 +45,14 @@ def event(token: int, prompt: list[int] | None = None) -> bytes:
 
 
 def seeing(asked: list[Body] | None = None, wrong: int = -1, extra: list[int] | None = None) -> Handler:
-    """Return an engine that takes pictures. Its greedy token is the number of tokens before it.
+    """Return an engine that takes images. Its greedy token is the number of tokens before it.
 
     Its token number `wrong` of each answer is another one. It adds the tokens `extra` to each prompt. The bodies of
     chats are added to `asked`.
     """
 
     async def handler(path: str, body: Body, writer: Writer) -> None:
-        if path == "/tokenize" and has_pictures(body):
+        if path == "/tokenize" and has_images(body):
             respond(writer, json.dumps({"tokens": tokens_of(body["messages"]), "max_model_len": 2048}).encode())
         elif path == "/detokenize":
             respond(writer, json.dumps({"prompt": "".join(f" {token}" for token in body["tokens"])}).encode())
@@ -70,7 +70,7 @@ def seeing(asked: list[Body] | None = None, wrong: int = -1, extra: list[int] | 
 
 
 async def refusing(path: str, body: Body, writer: Writer) -> None:
-    if has_pictures(body):
+    if has_images(body):
         respond(writer, REFUSAL, "400 Bad Request")
     else:
         await reading(2048)(path, body, writer)
@@ -82,26 +82,26 @@ async def captured(handler: Handler, *sets: str) -> Baseline:
     return codec.decode(codec.encode(kept))
 
 
-async def test_a_healthy_engine_gets_eight_questions_about_pictures_and_shows_no_damage() -> None:
+async def test_a_healthy_engine_gets_eight_questions_about_images_and_shows_no_damage() -> None:
     kept, asked = await captured(seeing(), "builtin/images"), list[Body]()
     async with engine(seeing(asked)) as url:
         found = await measure(url, "m", kept, settings=SETTINGS)
     assert (found.mean_kl_micronats, found.top1_agreement_permille) == (0, 1000)
     assert {seen.bucket for seen in found.seen} == {"images"} and len(found.seen) == 8
     firsts = ["image" in body["messages"][0]["content"][0]["type"] for body in asked]
-    assert True in firsts and False in firsts, "pictures come before and after texts"
-    # Each prompt is sent once before its answer counts, so that the answer reads the picture's pages from the cache.
+    assert set(firsts) == {True, False}, "images come before and after texts"
+    # Each prompt is sent once before its answer counts, so that the answer reads the image's pages from the cache.
     assert sorted(body["max_tokens"] for body in asked)[:8] == [1] * 8
 
 
-async def test_the_tokens_of_a_picture_are_never_sent_without_the_picture() -> None:
+async def test_the_tokens_of_an_image_are_never_sent_without_the_image() -> None:
     for sets in (["builtin/images"], ["builtin/general", "builtin/long-context", "builtin/images"]):
         kept = await captured(seeing(), *sets)
-        assert not {PICTURE[0]} & set(pressure._other_tokens(kept, 100_000))
-        assert all(kept.prompts[i].shown is None for i in chosen(kept, range(len(kept.prompts)), 2048))
+        assert not {IMAGE[0]} & set(pressure._other_tokens(kept, 100_000))
+        assert all(kept.prompts[i].image is None for i in chosen(kept, range(len(kept.prompts)), 2048))
 
 
-async def test_after_a_different_token_the_answer_about_a_picture_continues_from_the_baselines() -> None:
+async def test_after_a_different_token_the_answer_about_an_image_continues_from_the_baselines() -> None:
     kept, asked = await captured(seeing(), "builtin/images"), list[Body]()
     async with engine(seeing(asked, wrong=3)) as url:
         found = await measure(url, "m", kept, settings=SETTINGS)
@@ -124,14 +124,14 @@ async def test_if_the_text_of_an_answer_has_other_tokens_the_probe_resumes_one_t
     assert found.positions == 8 * 5
 
 
-async def test_an_engine_that_makes_other_tokens_of_a_picture_is_an_error_and_not_damage() -> None:
+async def test_an_engine_that_makes_other_tokens_of_an_image_is_an_error_and_not_damage() -> None:
     kept = await captured(seeing(), "builtin/images")
     async with engine(seeing(extra=[1])) as url:
         with pytest.raises(EnginesDiffer, match="image processor"):
             await measure(url, "m", kept, settings=SETTINGS)
 
 
-async def test_a_model_that_takes_no_pictures_is_probed_without_the_pack_of_images() -> None:
+async def test_a_model_that_takes_no_images_is_probed_without_the_pack_of_images() -> None:
     kept = await captured(refusing, "builtin/general", "builtin/images")
     assert len(kept.left_out) == 1
     assert kept.left_out[0].startswith("builtin/images (") and "not a multimodal model" in kept.left_out[0]
@@ -142,7 +142,7 @@ async def test_a_model_that_takes_no_pictures_is_probed_without_the_pack_of_imag
         await captured(refusing, "builtin/images")
 
 
-async def test_a_canary_that_alone_refuses_pictures_is_an_error_with_the_cause() -> None:
+async def test_a_canary_that_alone_refuses_images_is_an_error_with_the_cause() -> None:
     kept = await captured(seeing(), "builtin/general", "builtin/images")
 
     async def handler(path: str, body: Body, writer: Writer) -> None:
@@ -182,14 +182,14 @@ def test_a_logprob_of_a_chat_that_is_not_a_number_counts_as_missing() -> None:
     assert [step.logprobs for step in chunk.tokens] == [(5, {})]
 
 
-def test_pictures_are_png_files_of_their_size_that_differ_and_never_change() -> None:
-    found = {(one.seed, one.width, one.height) for one in pictures.shown(20)}
-    assert [(width, height) for _, width, height in sorted(found)] == list(pictures.SIZES)
+def test_images_are_png_files_of_their_size_that_differ_and_never_change() -> None:
+    found = {(one.seed, one.width, one.height) for one in images.questions(20)}
+    assert [(width, height) for _, width, height in sorted(found)] == list(images.SIZES)
     sums = []
     for seed, width, height in sorted(found):
-        image = Image.open(io.BytesIO(pictures.drawn(seed, width, height)))
+        image = Image.open(io.BytesIO(images.png(seed, width, height)))
         assert (image.size, image.mode) == ((width, height), "RGB")
         colours = {image.getpixel((x, y)) for x in range(0, width, 4) for y in range(0, height, 4)}
-        assert len(colours & set(pictures._COLOURS.values())) == 3, "each picture shows three shapes"
+        assert len(colours & set(images._COLOURS.values())) == 3, "each image shows three shapes"
         sums.append(crc32(image.tobytes()))
-    assert sums == SUMS, "other pictures need another EDITION of the generated packs"
+    assert sums == SUMS, "other images need another EDITION of the generated packs"

@@ -1,4 +1,4 @@
-"""Draw the pictures of the pack `builtin/images` from a seed: PNG files with three coloured shapes."""
+"""Draw the images of the pack `builtin/images` from a seed: PNG files with three coloured shapes."""
 
 import base64
 import struct
@@ -22,11 +22,11 @@ _QUESTIONS = (
 )
 
 
-class Shown(msgspec.Struct, frozen=True):
-    """Picture in a prompt: its seed, its size in pixels, the text before it (may be empty), and the question after it.
+class ImageQuestion(msgspec.Struct, frozen=True):
+    """Image in a prompt: its seed, its size in pixels, the text before it (may be empty), and the question after it.
 
     The seed and the size suffice to draw it, so a baseline stores no pixels. Refuse sizes other than SIZES: anybody who
-    may write ConfigMaps could ask for a picture that does not fit into memory.
+    may write ConfigMaps could ask for an image that does not fit into memory.
     """
 
     seed: int
@@ -37,16 +37,16 @@ class Shown(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if (self.width, self.height) not in SIZES:
-            raise ValueError(f"a picture of {self.width} x {self.height} pixels; the pack has none of this size")
+            raise ValueError(f"an image of {self.width} x {self.height} pixels; the pack has none of this size")
 
     @property
     def text(self) -> str:
-        """Return the prompt with the picture's size in place of the picture, for people to read."""
-        return f"{self.before} [picture of {self.width} x {self.height} pixels] {self.question}".strip()
+        """Return the prompt with the image's size in place of the image, for people to read."""
+        return f"{self.before} [image of {self.width} x {self.height} pixels] {self.question}".strip()
 
     def chat(self) -> list[dict[str, object]]:
-        """Return the chat to send: one message with the picture as a data URL."""
-        encoded = base64.b64encode(drawn(self.seed, self.width, self.height)).decode()
+        """Return the chat to send: one message with the image as a data URL."""
+        encoded = base64.b64encode(png(self.seed, self.width, self.height)).decode()
         parts: list[dict[str, object]] = [
             {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}},
             {"type": "text", "text": self.question},
@@ -54,17 +54,17 @@ class Shown(msgspec.Struct, frozen=True):
         return [{"role": "user", "content": [{"type": "text", "text": self.before}, *parts] if self.before else parts}]
 
 
-def shown(seed: int) -> Iterator[Shown]:
-    """Yield the pack's prompts: two questions about each picture. Half of the pictures have a text before them."""
+def questions(seed: int) -> Iterator[ImageQuestion]:
+    """Yield the pack's prompts: two questions about each image. Half of the images have a text before them."""
     for index, (width, height) in enumerate(SIZES):
         for question in _QUESTIONS:
-            yield Shown(seed + index, width, height, _BEFORE if index % 2 else "", question)
+            yield ImageQuestion(seed + index, width, height, _BEFORE if index % 2 else "", question)
 
 
 @lru_cache(maxsize=len(SIZES))
-def drawn(seed: int, width: int, height: int) -> bytes:
+def png(seed: int, width: int, height: int) -> bytes:
     """Return a PNG file. Equal arguments give equal pixels, so that answers can be compared."""
-    rng = Random(seed)  # noqa: S311 - repeatable pictures, nothing secret
+    rng = Random(seed)  # noqa: S311 - repeatable images, nothing secret
     radius = min(width, height) // 6
     shapes = [
         (shape, _COLOURS[colour], width * (2 * at + 1) // 6, rng.randint(2 * radius, height - 2 * radius), radius - at)
