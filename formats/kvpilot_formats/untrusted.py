@@ -35,7 +35,7 @@ def without_credentials(text: str) -> str:
 
 def lines(text: str) -> str:
     """Return the text without credentials and unprintable characters. Keep its line breaks."""
-    # Remove credentials first: invisible characters in a password would hide it from the pattern.
+    # Remove credentials first: `printable` could put a blank into a password, which the pattern would then miss.
     return printable(without_credentials(text))
 
 

@@ -96,7 +96,7 @@ def test_a_control_run_beyond_the_limits_gives_no_verdict(control, kl, agreement
 
 @given(control=controls, kl=st.integers(0, 30_000_000), agreement=st.integers(0, 1000), prompts=st.integers(0, 20))
 def test_a_passed_canary_has_at_most_twice_the_limits_damage(control, kl, agreement, prompts):
-    """The limit covers both the engine's own noise and the allowed damage."""
+    """The control run may show as much KL as the limit, and the canary may add as much again."""
     judged = judge(measurement(kl, agreement, prompts), control, LIMITS)
     assert judged.verdict != "Passed" or (kl <= 40_000 and prompts >= 5)
 
