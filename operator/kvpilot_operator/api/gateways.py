@@ -45,13 +45,13 @@ class EndpointPickerRef(Record, frozen=True):
     )
 )
 class InferencePool(Record, frozen=True):
-    """InferencePools (Gateway API Inference Extension, v1) that kvpilot creates. The pool NAME selects the same pods as
-    the Service NAME. If canary.routeRef is set, the pool NAME-canary takes a canary's share. Without this field,
-    kvpilot creates no pools."""
+    """InferencePools (Gateway API Inference Extension, v1) that kvpilot creates. The pool NAME (the name of this
+    object) selects the same pods as the Service NAME. If canary.routeRef is set, the pool NAME-canary takes a canary's
+    share. Without this field, kvpilot creates no pools."""
 
     endpoint_picker_ref: EndpointPickerRef | None = None
     """Endpoint picker of the pool NAME. If not set, the gateway must pick endpoints itself, which needs v1.6 of the
     extension or newer."""
     canary_endpoint_picker_ref: EndpointPickerRef | None = None
-    """Endpoint picker of the pool NAME-canary. It must be another one, because a picker serves only one pool. If not
-    set, the pool has no picker."""
+    """Endpoint picker of the pool NAME-canary. It must differ from endpointPickerRef, because a picker serves only
+    one pool. If not set, the pool NAME-canary has no picker."""

@@ -37,15 +37,15 @@ class Pressure(Record, frozen=True):
     low_percent: Annotated[int, Meta(ge=0, le=99)] = 50
     """KV cache use, in percent, below which the pressure has ended. It must be below highPercent."""
     waiting_per_replica: Annotated[int, Meta(ge=1, le=100_000)] = 1
-    """Number of waiting requests per replica that count as a queue. One preemption a minute per replica does, too."""
+    """Number of waiting requests per replica that count as a queue. So does one preemption a minute per replica."""
     sustained_seconds: Annotated[int, Meta(ge=5, le=86_400)] = 300
     """Seconds for which the signs must hold before kvpilot acts on them."""
 
 
 class Offload(Record, frozen=True):
-    """Host memory for KV blocks of prompts that leave the GPU. A later request with the same
-    prefix loads these blocks instead of computing them again. Without this field, the GPU drops them. With a smaller
-    dtype, the same memory holds more tokens. Offloading does not work with mla8 and mla4. With kvpilot's other dtypes
+    """Host memory that keeps prompts' KV blocks after they leave the GPU. A later request with the same prefix loads
+    these blocks instead of computing them again. Without this field, they are lost. With a smaller dtype, the same
+    memory holds more tokens. Offloading does not work with mla8 and mla4. With kvpilot's other dtypes
     (docs/formats.md), it does not work for a model with sliding-window layers. A change starts a new revision."""
 
     cpu_memory_gib: Annotated[int, Meta(ge=1, le=16_384)]
@@ -80,9 +80,9 @@ class KVCache(Record, frozen=True):
     skips a dtype that the GPU or the model does not support."""
     start_dtype: SmallDtype | None = None
     """Dtype of the ladder that kvpilot tries as soon as the service answers, without waiting for memory pressure. Use
-    it for a dtype that passed elsewhere; kubectl kvpilot export writes it. It goes through a canary: the baseline
-    serves until the probes have passed, and continues if they fail. It has no effect once the dtype has changed. If
-    not set, kvpilot waits for memory pressure."""
+    this field for a dtype that passed its probes in another cluster; kubectl kvpilot export writes the field. The dtype
+    goes through a canary: the baseline serves until the probes have passed, and continues if they fail. The field has
+    no effect once the dtype has changed. If not set, kvpilot waits for memory pressure."""
     skip_layers: Annotated[tuple[SkippedLayer, ...], Meta(max_length=128, extra=SET)] = ("sliding_window",)
     """Layers whose cache stays in the model's dtype: layer numbers, counted from 0, or sliding_window for all layers
     with a sliding window, whose caches are small. A change starts a new revision."""

@@ -26,7 +26,7 @@ SPEC_ANNOTATION = "kvpilot.io/spec"
 """Annotation on a workload: the spec that it was last rendered from, as JSON with the service's `generation`."""
 
 MESH_LABEL, MESH_VALUE = "security.istio.io/tlsMode", "istio"
-"""Label that Istio sets on a pod whose sidecar accepts mutual TLS. Istio's own proxies decide by it, too."""
+"""Label that Istio sets on a pod whose sidecar accepts mutual TLS. Istio's proxies choose TLS by this label, too."""
 
 ADMITTED = "kvpilot.io/admitted"
 """Name of a pod's readiness gate, and of the pod condition that opens it: True once the pod may get requests."""

@@ -177,8 +177,8 @@ class Resources(Record, frozen=True):
         f"{_NO_GPUS} || {_GPUS}.matches('^(-.*|[0-9]+([.]0+)?(k|[MGTPE]|[KMGTPE]i)?|[0-9]*000m|0{{1,2}}m)$')",
         "nvidia.com/gpu of resources.limits must be a whole number of GPUs: write it in digits alone, such as 1",
     ),
-    # The second line of this rule accepts quantities that the rule above refuses, and numbers of six digits or more.
-    # Such numbers exceed every tensorParallelSize even in thousandths, and may be too long for int().
+    # The second line of this rule accepts quantities that the rule above refuses. It also accepts numbers of six digits
+    # or more: even in thousandths they exceed the largest tensorParallelSize (64), and int() may not take them.
     Rule(
         ".tensorParallelSize",
         f"{_NO_GPUS} || "
@@ -188,8 +188,8 @@ class Resources(Record, frozen=True):
         f"(has(self.tensorParallelSize) ? self.tensorParallelSize : 1) * ({_GPUS}.matches('m$') ? 1000 : 1))",
         "tensorParallelSize is above the nvidia.com/gpu of resources.limits: raise the limit or lower it",
     ),
-    # Skip engines with options that begin with p or d, because pipeline and data parallelism use more GPUs. The
-    # operator checks these engines itself.
+    # Skip engines with options that begin with p or d, because pipeline and data parallelism use more GPUs than
+    # tensorParallelSize. The operator checks these engines itself.
     Rule(
         ".tensorParallelSize",
         f"!has(self.tensorParallelSize) || {_NO_GPUS} || !{_GPUS}.matches('^[0-9]{{1,5}}$') || "
@@ -236,7 +236,7 @@ class Engine(Record, frozen=True):
 
     @property
     def gpu_limit(self) -> int:
-        """Return the GPUs in one pod's limits. It is 0 without GPUs, or for a quantity with a suffix, such as 1k."""
+        """Return the number of GPUs in a pod's limits; 0 without GPUs, or for a quantity with a suffix, such as 1k."""
         given = (str(self.resources.limits[name]) for name in _GPU_RESOURCES if name in self.resources.limits)
         found = re.fullmatch(r"([0-9]+)([.]0+|000m)?", next(given, ""))
         return int(found[1]) if found is not None else 0
@@ -284,4 +284,4 @@ class Cache(Record, frozen=True):
     compile_claim_name: Name | None = None
     """PersistentVolumeClaim of this namespace for compiled code: one archive for each image, kind of GPU and set of
     arguments. Engines execute its content, so let nobody else write to it. It may be the claim of weightsClaimName, if
-    only engines write to that. If not set, only the claim of weights keeps compiled code."""
+    only engines write to that claim. If not set, only a claim that kvpilot creates (weights) keeps compiled code."""

@@ -71,12 +71,12 @@ class Accuracy(Record, frozen=True):
     prompts.yaml of a ConfigMap of this namespace). After a change, kvpilot captures the baseline anew."""
     max_excess_kl_millinats: Annotated[int, Meta(ge=0, le=100_000)] = 20
     """Allowed damage, in thousandths of a nat: the canary's mean KL divergence from the baseline, less that of the
-    baseline from itself (the control run). It applies to each bucket of prompts. Of canaries with at most half of this
-    damage, at most 2 in 1,000 fail."""
+    baseline from itself (the control run). It applies to each bucket of prompts. At most 2 in 1,000 canaries with
+    half of the allowed damage or less fail."""
     min_top1_agreement_percent: Percent = 97
     """Required share of positions, in percent, at which canary and baseline find the same token most likely. It is
-    lowered by the disagreement of the baseline with itself (the control run). A canary fails only if it is below the
-    limit with an error probability of 1 in 1,000."""
+    lowered by the disagreement of the baseline with itself (the control run). The test fails at most 1 in 1,000
+    canaries whose share is not below the limit."""
     failure_limit: Annotated[int, Meta(ge=1, le=100)] = 1
     """Number of failed probe runs after which a canary is rolled back. For the serving replicas, the number of failed
     runs in a row after which onFailure takes effect."""
@@ -86,7 +86,8 @@ class Accuracy(Record, frozen=True):
     AccuracyVerified becomes Unknown."""
     period_seconds: Annotated[int, Meta(ge=60, le=2_592_000)] = 900
     """Seconds between two probe runs of the serving replicas. Each run probes one replica. While the baseline dtype
-    serves, there are no runs. A run stops after this time (at least 900), and is judged by what it has compared."""
+    serves, there are no runs. A run stops after this time, but not before 900 seconds, and is judged by what it has
+    compared."""
     on_failure: Literal["Rollback", "Report"] = "Rollback"
     """Reaction if the serving dtype fails its probes. Rollback: kvpilot denies the dtype and moves to a safer one.
     Report: kvpilot only sets the condition AccuracyVerified to False. A canary that fails is rolled back in either

@@ -25,7 +25,7 @@ class Scaling(Record, frozen=True):
     """Number of replicas: its limits, and the party that chooses it."""
 
     mode: Literal["Operator", "External"] = "Operator"
-    """The party that chooses the number of replicas. Operator: kvpilot does, and compares another replica with a
+    """The party that chooses the number of replicas. Operator: kvpilot does, and weighs one more replica against a
     smaller dtype. External: an autoscaler (HPA, KEDA) or a person writes /scale. Do not use an autoscaler with
     Operator, because the two would overwrite each other's number."""
     min_replicas: Thousand = 1

@@ -10,7 +10,7 @@ from kvpilot_operator.api.words import Verdict
 
 
 class Baseline(Record, frozen=True, kw_only=True):
-    """The 16-bit baseline, and its control run: its comparison with itself."""
+    """The 16-bit baseline, and its control run: the comparison of the baseline with itself."""
 
     identity: Annotated[str, Meta(max_length=128)]
     """Hash of model, revision, baseline dtype and the probe sets' content. If one of them changes, kvpilot captures the
@@ -41,8 +41,8 @@ class Measured(Record, frozen=True, kw_only=True):
     pod: Text | None = None
     """The pod that was probed."""
     covered: Text | None = None
-    """Kinds of prompts that the run found sound; after "not:", the kinds with too few prompts or none; then the tokens
-    and seconds of the run."""
+    """Kinds of prompts that the run found sound; after "not:", the kinds with too few prompts or no prompt; then the
+    tokens and seconds of the run."""
 
 
 class Accuracy(Record, frozen=True, kw_only=True):

@@ -115,8 +115,8 @@ class Scaling(Record, frozen=True, kw_only=True):
     """Time at which kvpilot last removed a replica."""
     scale_in_backoff: ScaleInBackoff | None = None
     saturations: Annotated[tuple[Saturation, ...], Meta(max_length=MAX_SATURATIONS, extra=keyed_by("dtype"))] = ()
-    """Loads at which requests queued. kvpilot returns to such a dtype, or to fewer replicas, only at a far lower load.
-    """
+    """Loads at which requests queued. kvpilot returns to a recorded dtype, or to fewer replicas, only at a far lower
+    load."""
 
 
 class Trial(Record, frozen=True, kw_only=True):
@@ -276,9 +276,9 @@ class Status(Record, frozen=True, kw_only=True):
     conditions: Annotated[tuple[Condition, ...], Meta(max_length=32, extra=keyed_by("type"))] = ()
     """Ready is True while the service matches its newest spec and no change is under way. Serving is True while
     requests are answered. Reconciling and Stalled are those of kstatus, and never both True. Reconciling is True while
-    a change to the newest spec is under way. Stalled is True if only a person can help. The messages of the two list
-    every cause, with field, value and remedy: an invalid spec, objects or pods that the API server refuses, a paused
-    rollout. The other conditions report measurements."""
+    a change to the newest spec is under way. Stalled is True if only a person can help. The messages of
+    Reconciling and Stalled list every cause, with field, value and remedy: an invalid spec, objects or pods that the
+    API server refuses, a paused rollout. The other conditions report measurements."""
 
     @property
     def last_trial(self) -> Experience | None:
