@@ -121,7 +121,7 @@ def not_started(pod: PodView) -> str:
 
 
 def mixed_factors(s: Snapshot, revision: str) -> str | None:
-    """Name pods whose calibration factors differ from most pods of the revision, and the remedy. Else return None."""
+    """Name pods whose calibration factors differ from those of most pods, and the remedy; None if there are none."""
     sample, there = s.last_sample(revision), {pod.name for pod in s.pods_of(revision)}
     others = [] if sample is None else [f"{pod} has {factors}" for pod, factors in sample.mixed if pod in there]
     if sample is None or not others:

@@ -89,7 +89,7 @@ def share_change(ours: tuple[float, float], theirs: tuple[float, float], alpha: 
 def log_quantile(h: Histogram, q: float) -> float:
     """Return the log of the quantile `q`, or inf if it lies above the last bound.
 
-    Within a bucket, values are assumed to be log-normal; within a first bucket from 0, uniform.
+    Within a bucket, values are assumed to be log-normal; but in a first bucket that begins at 0, uniform.
     """
     rank = q * h.count
     for i, reached in enumerate(accumulate(h.counts)):
@@ -132,7 +132,7 @@ def student(level: float, freedom: int) -> float:
 class _Woodruff:
     """One side's p95: its log (`value`), the histogram of all batches (`total`), and each batch's deviation (`strays`).
 
-    A batch's deviation is its share of values above the p95 minus 5%, times the batch's part of all observations.
+    A batch's deviation: (its share of values above the p95, minus 5%) times the batch's part of all observations.
     """
 
     total: Histogram
@@ -185,7 +185,7 @@ def _share_above(h: Histogram, log_value: float) -> float:
 
 
 def _score(below: float, count: float) -> float:
-    """Return the quantile of the normal distribution for a rank. Assume half an observation beyond both ends, so that
+    """Return the quantile of the normal distribution for a rank. Assume half an observation beyond each end, so that
     the quantile is finite."""
     half = min(0.5, count / 4) / count
     return _NORMAL.inv_cdf(min(1 - half, max(half, below / count)))

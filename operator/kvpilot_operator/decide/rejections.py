@@ -38,7 +38,7 @@ _REMEDIES = (
         "pool; or install the Gateway API Inference Extension v1.6.0 or newer, or remove spec.inferencePool",
     ),
 )  # fmt: skip
-"""Kind of the object (empty for any), text in the API server's message, and the remedy to show for both."""
+"""Kind of the object (empty for any), text in the API server's message, and the remedy to show if both match."""
 _RIGHTS = {"InferencePool": "rbac.inferencePools of the chart", "HTTPRoute": "rbac.httpRoutes of the chart"}
 
 

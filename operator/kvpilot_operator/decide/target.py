@@ -43,7 +43,7 @@ def stay(c: Context) -> Context:
 def _away_from_harm(c: Context) -> Target | None:
     """Return a target with a safer dtype if the serving dtype is denied for its accuracy, else None.
 
-    If a canary already has a larger dtype than the serving one, it stays the target.
+    A canary whose dtype is already larger than the serving dtype stays the target.
     """
     stable, canary = c.stable, c.canary
     if stable is None:
@@ -54,7 +54,7 @@ def _away_from_harm(c: Context) -> Target | None:
     fixed, there, image = c.spec.kv_cache.mode == "Fixed", c.snapshot.deployments.get(stable.revision), standing.image
     own = (None, c.spec.engine.image), (None, model_location(c.spec))
     if fixed and there is not None and (there.image not in own[0] or there.model not in own[1]):
-        # The denial is about the spec's image and model. The serving revision has others, so it may keep serving.
+        # The denial is about the spec's image and model. The serving revision has another image or model.
         if c.spec.kv_cache.dtype != stable.dtype:
             return None
         held = (

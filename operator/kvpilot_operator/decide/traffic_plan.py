@@ -50,8 +50,7 @@ def counts(s: Snapshot, revision: str) -> Counts:
 
 
 def floor(spec: Spec, replicas: int) -> int:
-    """Return how many pods must stay ready, by maxUnavailable. With capacity policy WhenIdle, one may always be
-    missing."""
+    """Return how many pods must stay ready, by maxUnavailable. With policy WhenIdle, one may always be missing."""
     least = spec.disruption.least(replicas)
     return min(least, max(0, replicas - 1)) if spec.canary.capacity_policy == "WhenIdle" else least
 

@@ -87,7 +87,7 @@ def measure(c: Context, kept: Baseline, pod: PodView, dtype: str, identity: str,
 def borrowed(c: Context) -> str | None:
     """Return the 16-bit revision from which to borrow a replica for capturing a baseline, or None.
 
-    It is needed only if no baseline is stored and no 16-bit revision serves or is on trial.
+    A replica is borrowed only if no baseline is stored and no 16-bit revision serves or is on trial.
     """
     s, result = c.snapshot, c.snapshot.probe_result
     if s.probes.fault is not None or not on_trial(c) or known(c) is not None or c.reference in c.sides:

@@ -35,7 +35,7 @@ class Judgement:
 
 
 def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
-    """Judge a candidate's divergence by the sequential test. An unusable control run makes it Inconclusive."""
+    """Judge a candidate's divergence by the sequential test. An unusable control run makes the verdict Inconclusive."""
     excess = max(0, found.mean_kl_micronats - control.control_mean_kl_micronats)
     fault = control_fault(control, limits)
     if fault is not None:
@@ -77,7 +77,7 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
 
 
 def _figures(found: Measurement, bucket: str, control: Baseline, limits: Accuracy) -> str:
-    """Return the figures of a failed bucket of prompts as text. The caller adds those of all prompts."""
+    """Return the figures of a failed bucket of prompts as text. The caller adds the figures over all prompts."""
     seen = [one for one in found.seen if one.bucket == bucket]
     if not seen:
         return f"{bucket}: "
@@ -119,7 +119,7 @@ def control_fault(control: Baseline, limits: Accuracy) -> Cause | None:
 
 
 def both_answers(m: Measurement, dtype: str) -> str | None:
-    """Return the most affected prompt and both engines' answers, as text for an Event; None if no prompt was sent."""
+    """Return the most affected prompt and its answers (16-bit and `dtype`) as text for an Event, or None."""
     if m.sample is None:
         return None
     shown = (m.sample.prompt[-MAX_SHOWN:], m.sample.stable, m.sample.canary)

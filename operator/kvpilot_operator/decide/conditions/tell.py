@@ -63,7 +63,7 @@ def leave(draft: D) -> D:
 
 
 def _written(draft: D, lines: Mapping[ConditionType, Line]) -> D:
-    """Set the conditions. Failed reads and failed rules (`unanswered`) come first in the message."""
+    """Set the conditions. Report failed reads and rules (`unanswered`) in Ready, and in Reconciling or Stalled."""
     if draft.unanswered:
         named = ", ".join(dict.fromkeys(map(str, draft.unanswered)))
         text = (

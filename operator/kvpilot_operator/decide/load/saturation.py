@@ -29,8 +29,8 @@ HOLD = timedelta(days=1)
 def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Saturation, ...]:
     """Add a record to `known`: the best recent requests per hour of one replica with this dtype under the load `w`.
 
-    The new record replaces an earlier one of the dtype. But in a surge, requests may not queue yet, so the present rate
-    never lowers a known rate. The uncached prompt tokens of a request are recorded only if the service has latency
+    The new record replaces an earlier one of the dtype. But a surge never lowers a known rate, because requests may not
+    queue yet. The uncached prompt tokens of a request are recorded only if the service has latency
     objectives, because only scale-ins of several replicas need them (`able`).
     """
     now, best = w.requests_per_second or 0.0, w.best_requests_per_second or 0.0
@@ -102,7 +102,7 @@ def backing_off(now: datetime, dtype: str, replicas: int, known: ScaleInBackoff 
 
 
 def _alike(limit: Saturation, w: Workload | Saturation, *, lighter: bool = False) -> bool:
-    """Return True if both loads have similar mean lengths of prompts, answers and uncached prompt tokens.
+    """Return True if `limit` and `w` have similar mean lengths of prompts, answers and uncached prompt tokens.
 
     With `lighter`, `w` may have any smaller number of uncached prompt tokens.
     """

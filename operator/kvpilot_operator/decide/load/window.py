@@ -15,9 +15,9 @@ GAP = timedelta(seconds=STALE_SECONDS)
 # A scrape represents the service only if at least this share of its ready pods gave plausible metrics.
 _ENOUGH = 2 / 3
 # Prompts dominate if prefill takes half of the requests' time. They also dominate if a replica computes prompts half of
-# the time, and an engine step has 1,024 prompt tokens. Reason for 1,024: in the time in which a GPU of 2020 to 2026
+# the time, and an engine step has at least 1,024 prompt tokens. The reason for 1,024: while a GPU of 2020 to 2026
 # reads the weights once, it can compute 200 to 300 tokens (data sheets: peak FLOP/s over bytes/s). To read a full KV
-# cache as well takes about four times as long. So from about 1,000 prompt tokens on, they take most of a step.
+# cache as well takes about four times as long. So from about 1,000 prompt tokens on, prompts take most of a step.
 _PREFILL_SHARE = 0.5
 _PROMPTS_IN_HAND = 0.5
 _PROMPT_TOKENS_A_STEP = 1024.0
@@ -25,7 +25,7 @@ _PROMPT_TOKENS_A_STEP = 1024.0
 
 @dataclass(slots=True)
 class Sums:
-    """Sums over a window of scrapes. Only `usage`, `held`, `running` and `waiting` are means."""
+    """Sums over a window of scrapes. Only `usage`, `held` (KV tokens in use), `running` and `waiting` are means."""
 
     count: int = 0
     pods: int = 0
@@ -171,8 +171,8 @@ def best_rate(samples: Sequence[Sample], seconds: int) -> tuple[float | None, fl
 def thrown_out(seen: Sums, samples: Sequence[Sample], seconds: int) -> str | None:
     """Return the evidence that prefixes were evicted, or None.
 
-    The evidence is that the prefix cache held a larger share of the prompt tokens before. If the window's new tokens
-    fit into the free part of the cache, this is no evidence: nothing was evicted, but the prompts have changed.
+    The evidence is that the prefix cache held a larger share of the prompt tokens before. But if the window's new
+    tokens fit into the free part of the cache, nothing was evicted: the share fell because the prompts have changed.
     """
     if seen.reuse is None or not (seen.waiting or seen.flows.preemptions):
         return None

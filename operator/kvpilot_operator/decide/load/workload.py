@@ -23,7 +23,7 @@ from kvpilot_operator.state.decision import ObjectiveResult
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.snapshot import NodeFacts
 
-# A mean below one request in a thousand scrapes counts as none, because engines may report tiny values such as 5e-324.
+# A mean below one request in a thousand scrapes counts as 0, because engines may report tiny values such as 5e-324.
 _LEAST_RUNNING = 1e-3
 # Write the usage to the API server only if it changed by at least this many percentage points.
 USAGE_STEP_PERCENT = 5
@@ -122,7 +122,7 @@ def classify(
     - Prompts do not fill the engine steps, or prefixes are evicted.
 
     If memory was the limit before (`was_bound`), it stays the limit until mean KV use falls below `lowPercent`, or
-    until no request waits. If the cache has room, requests wait for prompts or for the batch, and no dtype can help.
+    until no request waits. If the cache has room, requests wait for prefill or for the batch, and no dtype can help.
 
     calm_seconds: seconds that `Workload.calm` looks back.
     step_tokens: token budget of an engine step (max_num_batched_tokens).
@@ -193,7 +193,7 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _unknown(newest: Sample | None) -> Workload:
-    """Return the unknown load with its cause: every engine that answered is stalled, or too few answered."""
+    """Return a load without figures. Its message has the cause: the engines are stalled, or too few answered."""
     if newest is None:
         return Workload(WorkloadKind.NO_METRICS, _UNREACHED)
     groups = (("implausible", newest.implausible), ("stalled", newest.stalled))

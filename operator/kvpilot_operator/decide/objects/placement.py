@@ -53,7 +53,7 @@ def in_order(c: Context) -> Context:
 
 
 def in_any_order(c: Context) -> Context:
-    """List all objects of a service with a stable revision in any order, because `in_order` raised an error."""
+    """List all objects in any order, if there is a stable revision, because `in_order` raised an error."""
     return c if c.stable is None else _placed(c, (*c.engines.values(), *c.own, *c.shared), ())
 
 
@@ -155,7 +155,7 @@ def own_service(c: Context) -> Context:
 
 
 def share_traffic(c: Context) -> Context:
-    """Render the canary's Service and InferencePool, and the user's HTTPRoute with its share."""
+    """Render the canary's Service and InferencePool, and the user's HTTPRoute with the canary's share."""
     if c.stable is None:
         return c
     s, canary, lent = c.snapshot, c.canary, canary_service(c.snapshot.key.name)

@@ -13,7 +13,7 @@ from kvpilot_operator.state.snapshot import Snapshot
 EVERY_REVISION = ""
 """Value for a Service that selects pods of every revision: its selector names no revision."""
 _NO_FAULT = (Reason.SUPERSEDED, Reason.PROGRESS_DEADLINE_EXCEEDED)
-"""Reasons for rolling back a canary without a fault. It keeps traffic while stable pods replace its pods one by one. A
+"""Reasons to roll back a canary that has no fault. It keeps traffic while stable pods replace its pods one by one. A
 faulty canary loses all traffic as soon as one stable pod is ready."""
 # Gateways and endpoint pickers take seconds to notice a new ready pod. Meanwhile the old pods still get the requests,
 # so keep them for this long.
@@ -81,7 +81,7 @@ def routed(s: Snapshot) -> bool:
 def canary_percent(c: Context) -> tuple[int, int]:
     """Return the percentages of requests that the route sends to the canary, and that it copies to the canary.
 
-    Both are those of the last step so far for which enough canary replicas are ready.
+    Both percentages are those of the last step so far for which enough canary replicas are ready.
     """
     canary = c.canary
     if canary is None or canary.stage != Stage.SHIFTING or canary.traffic_mode != TrafficMode.HTTP_ROUTE:

@@ -13,9 +13,9 @@ An engine may answer probes well but users' requests badly. Sequential tests by 
 By Ville's inequality, the bets of a traffic step fail a healthy canary with a probability of at most 1 in 300,000,
 whenever they are checked, and even if the answers of one slice resemble each other.
 
-If requests are divided at random, the hypothesis holds for any distribution of answers: a median is as often above as
-below, and a share reaches twice its mean at most half of the time (Markov). If each user stays with one side, the users
-of both sides may differ. So a slice counts as far off only if both sides' requests have similar prompts and max_tokens.
+If requests are divided at random, the hypothesis holds for any distribution of answers: the canary's median is above
+the stable side's as often as below, and a share reaches twice its mean at most half of the time (Markov). If each user
+stays with one side, the sides' users may differ. So a slice is far off only if the sides' requests are similar (ALIKE).
 """
 
 import math
@@ -31,11 +31,12 @@ from kvpilot_probes.sequential import FALSE_ALARM
 
 SLICE = 10
 STAKE = 0.75
-# A median length is far off if it differs by more than FACTOR. A share of answers that did not end by themselves is far
-# off if it is at least doubled, and at least MORE higher.
+# The canary's median length is far off if it differs from the stable side's by more than FACTOR. Its share of answers
+# that did not end by themselves is far off if it is at least twice the stable side's, and at least MORE above it.
 FACTOR = 3.0
 MORE = 0.2
-# Requests are similar if the mean lengths of their prompts, and their mean max_tokens, differ by at most this factor.
+# The requests of canary and stable side are similar if their mean prompt lengths differ by at most this factor, and so
+# do their mean max_tokens.
 ALIKE = 2.0
 # Probability of a false alarm that is left for these bets. The probes' bets, in up to 27 buckets, take 29/30 of
 # FALSE_ALARM.
@@ -82,7 +83,7 @@ def _ended(flows: Flows) -> float:
 
 
 def _alike(ours: Flows, theirs: Flows) -> bool:
-    """Return True if the requests of both sides have similar prompt lengths and max_tokens."""
+    """Return True if canary and stable side got requests with similar mean prompt lengths and max_tokens."""
     asked = [(f.prompt_tokens / f.finished, f.asked_tokens / f.finished) for f in (ours, theirs)]
     return all(max(pair) <= ALIKE * min(pair) for pair in zip(*asked, strict=True))
 

@@ -23,12 +23,12 @@ from kvpilot_operator.decide.intervals import Estimate, common, p95_change, rati
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 
-# More batches would be shorter than slow changes of the load, and the intervals would be too narrow. In simulations, a
+# With more batches, each is shorter than slow changes of the load, and intervals are too narrow. In simulations, a
 # canary exactly at the limit failed in 5.7% of the runs with 20 batches, and in 2.7% with 10. The target is 2.5%.
 MAX_BATCHES = 10
 MIN_BATCHES = 5
-# A canary's prefix cache counts as cold while its share of cached prompt tokens is more than this below the stable
-# side's. After this many requests it counts as warm in any case.
+# A canary's prefix cache counts as cold while its share of cached prompt tokens is more than COLD_SHARE below the
+# stable side's. After WARM_REQUESTS requests it counts as warm in any case.
 COLD_SHARE = 0.1
 WARM_REQUESTS = 1000
 _ITL = "ITL p95"
@@ -138,7 +138,7 @@ def _figures(ours: _Side, theirs: _Side, limits: Canary) -> tuple[_Figure, ...]:
             "tokens/s of a running request",
             _SLOWER,
             rate,
-            # Both sums count only requests that ended, so that tokens and time match.
+            # Count seconds and tokens only of requests that ended, so that the two match.
             ratio(lambda f: f.prefill_seconds + f.decode_seconds, lambda f: f.generation_lengths.total),
             lambda value: f"{100 * math.expm1(-value):+.0f}%" if math.isfinite(value) else f"{-value}",
             prefill=True,
@@ -162,7 +162,7 @@ def _tell(figure: _Figure, found: Estimate | None) -> str:
 
 
 def _sides(canary: Sequence[Sample], stable: Sequence[Sample], start: datetime, end: datetime) -> Iterator[_Side]:
-    """Cut both sides into the same slices of time."""
+    """Cut the scrapes of canary and stable side into the same slices of time."""
     both = [between(samples, start, end) for samples in (canary, stable)]
     count = min(MAX_BATCHES, *map(len, both))
     for scrapes in both:
@@ -174,5 +174,5 @@ def _sides(canary: Sequence[Sample], stable: Sequence[Sample], start: datetime, 
 
 
 def between(samples: Sequence[Sample], start: datetime, end: datetime) -> list[Sample]:
-    """Return the scrapes from `start` to `end`. Leave out a first one that counts work from before `start`."""
+    """Return the scrapes from `start` to `end`. Leave out a first scrape that counts work from before `start`."""
     return [after for before, after in pairwise(samples) if before.time >= start and after.time <= end]

@@ -16,7 +16,7 @@ NOT_OF_THE_DTYPE = (Reason.BASELINE_UNFIT, Reason.DTYPE_MISMATCH)
 
 
 def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Context:
-    """End the trial, and deny the dtype if it is at fault. A pause defers both, unless a person ends the trial."""
+    """End the trial, and deny a dtype that is at fault. During a pause, do so only if a person ends the trial."""
     canary = in_flight(c)
     if c.spec.rollout.paused and reason != ABORTED:
         return c.set_canary(verdict=verdict, reason=reason, message=message)
@@ -48,7 +48,7 @@ def finish_promotion(c: Context) -> Context:
     c = _remember(c.set_canary(stage=Stage.PROMOTED, weight_percent=None))
     stable = Stable(revision=canary.revision, dtype=canary.dtype, since=c.now, ever_ready=True)
     if c.stable is not None and c.stable.revision != c.render(canary.from_dtype).name:
-        # Not only the dtype has changed, so drop recorded loads and backoffs: they belong to another engine.
+        # More than the dtype has changed, so drop recorded loads and backoffs: they belong to another engine.
         c = c.set_scaling(saturations=(), scale_in_backoff=None)
     c = c.set(canary=None, stable=stable)
     if canary.dtype != canary.from_dtype:

@@ -24,7 +24,7 @@ ERROR_BACKOFF_SECONDS = 10
 def probe(c: Context) -> Context:
     """Judge the result of the probe that is due.
 
-    Request the probe if it has no result yet, or if the result left the status as it was.
+    Request the probe if it has no result yet, or if the judgement did not change the status.
     """
     if c.snapshot.unread(Question.PROBE_SETS) is not None:
         return c
@@ -42,7 +42,7 @@ def probe(c: Context) -> Context:
 
 
 def _due(c: Context, kept: Baseline | None) -> Request | None:
-    """Return the probe to request now: first of a baseline, then of the canary, then of the serving replicas."""
+    """Return the probe that is due: for a missing baseline first, then for the canary, else for a serving replica."""
     canary, limits = c.canary, c.spec.accuracy
     if canary is not None:
         used_up = canary.failures >= limits.failure_limit or canary.errors >= limits.consecutive_error_limit

@@ -33,7 +33,7 @@ def act(c: Context) -> Context:
 
 
 def skips_steps(c: Context) -> bool:
-    """Return True if the user asked to promote a probed canary without its other traffic steps, and it failed none."""
+    """Return True if the user asked to promote a probed canary without further steps, and it has not failed a step."""
     canary = in_flight(c)
     may = canary.stage != Stage.ROLLING_BACK and not canary.failures and c.plan.held is None
     return may and _verb(c, canary.revision, canary.started_time) == "promote"

@@ -67,7 +67,7 @@ def _idle(c: Context) -> bool:
 
 
 def turn(c: Context) -> Cause | None:
-    """Return the cause if this service must wait for another one of its namespace, else None.
+    """Return the cause if this service must wait for another service of its namespace, else None.
 
     A change of the installation's engine defaults reaches the services of a namespace one by one.
     """
@@ -119,8 +119,8 @@ def pods_on_trial(c: Context) -> Sequence[PodView]:
 
 
 def unschedulable(c: Context) -> str | None:
-    """Return the scheduler's message if a canary pod has waited long enough for a node that it may replace a replica;
-    else None."""
+    """Return the scheduler's message if a canary pod has waited for a node so long that it may replace a replica; else
+    None."""
     canary = in_flight(c)
     if c.spec.canary.capacity_policy != "SurgeOrReplaceOne" or canary.replaces_one or c.replicas == 0:
         return None

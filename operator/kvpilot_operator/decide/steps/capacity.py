@@ -36,8 +36,8 @@ def gain(
 
 
 def ring_share(dtype: str, model: ModelFacts | None, recent_tokens: int, held: int | None) -> float:
-    """Return the size of a sequence's recent window (a ring buffer), divided by that of the KV pages of its `held`
-    tokens.
+    """Return the size of a sequence's recent window (a ring buffer), divided by the size of the KV pages of its
+    `held` tokens.
 
     Return 0 if `held` is None, or if the dtype has no ring.
     """

@@ -1,6 +1,6 @@
-"""Return the ladder of dtypes, with the reasons that rule some of them out now.
+"""The ladder of dtypes, and the reasons that rule some of them out now.
 
-An unknown fact about the model or the hardware rules out no dtype. The engine may still refuse that dtype.
+A dtype is not ruled out by an unknown fact about model or hardware, so an engine may still refuse an allowed dtype.
 """
 
 from collections.abc import Sequence

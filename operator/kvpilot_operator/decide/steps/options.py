@@ -145,7 +145,7 @@ def _in_dtype(s: PolicyInput, dtype: str, action: Action, limit: int, *, peak: b
 
 
 def _gain(s: PolicyInput, dtype: str) -> float:
-    """Return the factor by which the capacity grows, as a canary measured it, or else by the bits per element."""
+    """Return the factor by which the capacity grows: measured by a canary, or else computed from bits per element."""
     measured = next((e.capacity_percent for e in s.experience(dtype) if e.capacity_percent), None)
     if measured:
         return measured / 100
@@ -214,8 +214,7 @@ def needed(s: PolicyInput) -> int:
 
 
 def scale_in(s: PolicyInput) -> Weighed:
-    """Weigh a scale-in by one replica, or by up to half of them if the request rate that a replica can handle is
-    known."""
+    """Weigh a scale-in by one replica, or by up to half of them if the rate that a replica can handle is known."""
     least = s.replicas - 1
     if able(s.saturations, s.workload, s.dtype) is not None:
         least = min(least, max(math.ceil(s.replicas / _MOST_GROWTH), s.spec.scaling.min_replicas))
@@ -254,7 +253,7 @@ def _in_closed(s: PolicyInput, replicas: int, left: int, effect: Effect) -> Clos
 
 
 def _too_many_prompts(s: PolicyInput, replicas: int) -> str | None:
-    """Return the reason why so few replicas could not compute the prompts in time, or None. KV use does not matter."""
+    """Return the reason why so few replicas could not compute the prompts in time, whatever the KV use is, or None."""
     each = (s.workload.prompts_in_hand or 0.0) * s.workload.pods / max(1, replicas)
     if each <= _MOST_PROMPTS:
         return None

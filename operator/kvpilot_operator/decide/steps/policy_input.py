@@ -51,7 +51,7 @@ class PolicyInput:
     yields: bool = False
     """True if a surge may end the trial in flight, so that replicas are added at once."""
     no_canary: str | None = None
-    """The reason why no dtype change may begin now, such as a pause; None if one may begin."""
+    """The reason why no dtype change may begin now, such as a pause; None if a change may begin."""
 
     @property
     def loading(self) -> bool:

@@ -37,7 +37,7 @@ def target_replicas(spec: Spec, scaling: Scaling) -> int:
 
 
 def after_decision(spec: Spec, scaling: Scaling, policy: PolicyDecision, dtype: str, now: datetime) -> Scaling:
-    """Return the replicas after the chosen step. Modes Recommend and External only write them as a recommendation."""
+    """Return the replicas after the chosen step. Modes Recommend and External only recommend these replicas."""
     step = policy.chosen
     would = policy.wanted if policy.wanted is not None and policy.wanted.action in _STEPS else step
     noted = msgspec.structs.replace(scaling, recommended_replicas=spec.scaling.clamp(would.replicas))
