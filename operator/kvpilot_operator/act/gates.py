@@ -12,7 +12,7 @@ _NO_GATE = {"template": {"spec": {"readinessGates": None}}}
 
 
 async def ungate(cluster: Cluster, s: Snapshot, step: Ungating) -> None:
-    """Take one step towards a serving Deployment without a readiness gate. Its later pods need no operator.
+    """Take one step that removes the readiness gate from a serving Deployment. Its new pods then need no operator.
 
     A step pauses the Deployment and removes the gate from its template and its ReplicaSets, or it resumes the
     Deployment.

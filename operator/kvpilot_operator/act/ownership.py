@@ -40,8 +40,8 @@ def own(s: Snapshot, kind: str, found: Object) -> str:
 def claim(manifest: Manifest) -> dict[str, Any] | None:
     """Return a placeholder to create first, which reserves the manifest's name and has no effect; None if not needed.
 
-    A Deployment needs no claim: its selector is immutable, so the server refuses to merge ours into another one. The
-    placeholder has only fields that stay, because an apply cannot remove a field that the create has set.
+    A Deployment needs no claim: its selector is immutable, so the server refuses to merge our manifest into another
+    Deployment. The placeholder has only fields of the manifest, because a later apply cannot remove other fields.
     """
     if manifest["kind"] == "Deployment":
         return None

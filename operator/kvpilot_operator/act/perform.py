@@ -122,7 +122,7 @@ class Actor:
         await self._cluster.apply(service, subresource="status")
 
     async def _set_gates(self, s: Snapshot, gates: Mapping[str, bool], *, admitted: bool) -> None:
-        """Open the readiness gates that are to be open, or close the others. Skip pods that were just deleted."""
+        """With `admitted`, open the gates that are True in `gates`; without it, close the others. Skip deleted pods."""
         for pod in (one for one in s.pods if gates.get(one.name) is admitted):
             manifest = pod_admission(s.key, pod, admitted, s.now)
             write = partial(self._cluster.apply, manifest, subresource="status")
@@ -145,7 +145,7 @@ class Actor:
             if manifest not in fewer:
                 await self._write(s, manifest, objects)
         if any(s.rejection(one.kind, one.name) is None for one in self.rejections or ()):
-            # Do not scale down yet: the smaller number may rely on an object that the server has just refused.
+            # Do not scale down yet: fewer replicas may rely on an object that the server has just refused.
             return
         for manifest in fewer:
             await self._write(s, manifest, objects)
@@ -213,7 +213,7 @@ class Actor:
     async def _apply(self, s: Snapshot, manifest: Manifest, content: bytes, removed: Manifest | None = None) -> None:
         """Apply a manifest, unless it was applied not long ago and the object has not changed since.
 
-        Before that, send `removed` as a merge patch of the object's spec, to delete fields that an apply would keep.
+        First, send `removed` as a merge patch of the object's spec, to delete fields that an apply would keep.
         """
         kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
@@ -245,7 +245,7 @@ class Actor:
         return "" if claimed is None else str((await self._cluster.create(claimed))["metadata"]["uid"])
 
     async def _remove(self, s: Snapshot, api_version: str, kind: str, name: str) -> None:
-        """Delete the service's own object. Look up an object of an unwatched kind once, and again after an apply."""
+        """Delete the service's own object. If no watch covers its kind, look it up once, and again after an apply."""
         what, ref = (kind, name), Ref(api_version, kind, s.key.namespace, name)
         if kind in _WATCHED:
             seen = s.objects.get(what)
@@ -275,7 +275,7 @@ def _replicas(s: Snapshot, revision: str) -> int:
 
 
 def _growth(s: Snapshot, manifest: Manifest) -> int:
-    """Return how many replicas a workload gains by this manifest; 0 for other kinds."""
+    """Return how many replicas a workload gains by this manifest; 0 if the object is not a workload."""
     if manifest["kind"] not in KINDS:
         return 0
     replicas: int = manifest["spec"]["replicas"]

@@ -64,6 +64,6 @@ class Rejections:
         self._written = True
 
     def keep(self, asked: Collection[What]) -> None:
-        """Forget refusals of objects that are not in `asked`, the objects to write. Keep those of baselines."""
+        """Forget refusals of objects that are not in `asked`, the objects to write. Keep refusals of baselines."""
         self._held = {what: one for what, one in self._held.items() if what in asked or what[0] == "ConfigMap"}
         self._written = True

@@ -99,7 +99,7 @@ class Cluster:
         accept: str = "application/json",
         limit: int = _PAGE,
     ) -> AsyncGenerator[tuple[Sequence[Object], str], None]:
-        """Yield (objects, resourceVersion of the list) for each page of objects that match both selectors.
+        """Yield (objects, resourceVersion of the list) for each page of objects that match `selector` and `fields`.
 
         An empty `namespace` lists all namespaces. A page has at most `limit` objects.
         """

@@ -83,8 +83,8 @@ class Candidate:
         """Return the Lease to write, to claim or renew it. The server refuses the write if the Lease has changed since.
 
         If the Lease is missing, somebody may have deleted it while another replica still leads. So a replica that
-        creates the Lease is `blind`, unless it leads itself: it does not lead yet, but waits for the Lease's whole
-        duration and then claims it again.
+        creates the Lease is `blind`, unless it already leads: a blind replica does not lead yet, but waits for the
+        Lease's whole duration and then claims it again.
         """
         self.blind = self._found is None and self.left(now) <= 0
         time, spec = _micro_time(wall), self._spec

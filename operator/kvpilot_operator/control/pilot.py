@@ -132,7 +132,7 @@ class Pilot:
         return 0.0 if anew else decision.again_seconds
 
     def _rolling_beside(self, key: ServiceKey) -> str | None:
-        """Return the name of another service of the namespace whose pods are being replaced, None without one."""
+        """Return the name of another service that is replacing its pods in the same namespace, or None."""
         others = (one.key for one in self._all() if one.rolling and one.key != key)
         return min((one.name for one in others if one.namespace == key.namespace), default=None)
 

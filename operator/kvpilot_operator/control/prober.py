@@ -129,8 +129,8 @@ class Probe:
         self._on_result(self._key)
 
 
-# A probe loses its permit if its engine is silent for this long while others wait. It then restarts with twice the
-# patience, so that a probe of a slow engine can finish.
+# A probe loses its permit if its engine is silent for this long while other probes wait. It then restarts with twice
+# the patience, so that a probe of a slow engine can finish.
 PATIENCE_SECONDS = 5.0
 MAX_PATIENCE_SECONDS = 80.0
 # Longest total time that a probe waits for queued user requests.
@@ -275,8 +275,8 @@ class Prober:
     def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
         """Return settings that make a probe yield to users' requests.
 
-        A serving replica gets one probe request at a time. While it gives the baseline, it gets two, and during the
-        control run four.
+        A serving replica gets one probe request at a time, but two during the capture of the baseline, and four during
+        the control run.
         """
         priority = LOW_PRIORITY if schedules_by_priority(spec.engine) else None
         if isinstance(request, Find) or not request.serving:

@@ -19,7 +19,7 @@ WORKERS = 32
 _BACKOFF = Backoff(0.5, 60.0)
 # Longest pause before a retry if the server could not be reached, so that its return is noticed soon.
 _LAST_UNREACHED_SECONDS = 5.0
-# One in this many reconciles is a low-priority one, even if many changed services wait.
+# One in this many reconciles is of a service that is merely due, even if many changed services wait.
 _LOW_PRIORITY_EACH = 4
 
 

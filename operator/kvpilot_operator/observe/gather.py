@@ -134,7 +134,7 @@ class Observer:
         self.cache.wrote(KIND, key.namespace, key.name, found)
 
     async def scrape(self, known: Observations) -> None:
-        """Scrape the answering engines of a service that are due. The sample leaves out pods whose scrape fails."""
+        """Scrape the answering engines whose scrape is due. The sample leaves out pods whose scrape fails."""
         key, throttle = known.key, known.throttle
         service = self.cache.services.get(*key)
         if service is None or service.uid != known.uid:

@@ -49,7 +49,7 @@ than blocks ("crowded"). A Sample leaves the pod out from the first such page on
 _HELD = 0.05
 _FAR_FROM_FULL = 0.25
 _MOST_A_SECOND = {"generation_tokens": 5e6, "prompt_tokens": 1e9, "preemptions": 1e5, "finished": 1e6}
-"""Largest plausible rates of one pod, per second. That of prompt tokens is high, because cached ones take no time."""
+"""Largest plausible rates of one pod, per second. Prompt tokens have a high one: cached tokens take no time."""
 
 
 @dataclass(frozen=True, slots=True)

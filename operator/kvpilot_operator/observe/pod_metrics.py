@@ -44,7 +44,7 @@ class Totals(Flows):
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One engine of a page that has several: a data-parallel rank, or a separate process."""
+    """One engine of a page: a data-parallel rank, or a separate process."""
 
     name: str
     """Text of the labels that distinguish this engine on its page. Empty for the only engine of a page."""
@@ -116,7 +116,7 @@ class PodMetrics:
     recent_tokens: int | None = None
     """Number of last tokens of each sequence that are read at 8 bits; None if the page does not report it."""
     ranks: tuple[Rank, ...] = ()
-    """The engines of a page that has several."""
+    """The engines of a page with several engines."""
 
     @property
     def engines(self) -> tuple[Rank, ...]:
@@ -130,7 +130,7 @@ def done(counts: Flows) -> float:
 
 
 def restarted(before: PodMetrics, after: PodMetrics) -> bool:
-    """Return True if the process restarted between two metrics pages. Both must report its start time."""
+    """Return True if the process restarted between two metrics pages; False if a page lacks its start time."""
     if before.process_start is None or after.process_start is None:
         return False
     return abs(after.process_start - before.process_start) > _START_JITTER_SECONDS

@@ -25,8 +25,8 @@ _LONGEST_BUCKET_SECONDS = 45.0
 # Largest number of samples in the near window, which may last a day.
 _MOST_BUCKETS = 2400
 # Samples beyond the near window are merged, as long as a merged sample spans at most this share of its age. The second
-# share applies during a trial. A traffic step is then judged by a stretch of time that is kept until twice as much has
-# passed. A merged sample across the stretch's start or end does not count, so merged samples must be short.
+# share applies during a trial. A traffic step is then judged by a stretch of time that is kept until twice as much time
+# has passed. A merged sample across the stretch's start or end does not count, so merged samples must be short.
 _SPAN, _TRIAL_SPAN = 1 / 12, 1 / 32
 
 
@@ -123,7 +123,7 @@ class _Series:
         return True
 
     def add(self, sample: Sample, retention: SampleRetention) -> None:
-        """Append a sample, merge older ones into wider buckets, and drop those beyond both windows."""
+        """Append a sample, merge older samples into wider buckets, and drop samples beyond both windows."""
         if not retention.trial and not retention.latencies:
             sample = replace(sample, flows=replace(sample.flows, ttft=NOTHING_OBSERVED, itl=NOTHING_OBSERVED))
         _append(self.near, _Merged(sample), retention.bucket)
