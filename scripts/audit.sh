@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # List known vulnerabilities in the packages of the operator's image, by pip-audit.
-#   scripts/audit.sh FOLDER [OPTION...]     FOLDER: a virtual environment (scripts/operator_env.sh); OPTION: of pip-audit
+#   scripts/audit.sh FOLDER [OPTION...]     FOLDER: a virtual environment (scripts/operator_env.sh); OPTION: pip-audit's
 # Exit with 1 if a vulnerability is known, and with 2 if a package could not be judged: pip-audit asks the index for a
 # page of each version, which many mirrors do not have.
 set -euo pipefail

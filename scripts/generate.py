@@ -3,7 +3,7 @@
     make generate                                    # write
     .venv/bin/python scripts/generate.py --check     # write nothing; exit 1 and name the files that would change
 
-It generates the chart's copies and config/, the API's reference, tables of metrics, dtypes, conditions and decisions,
+It generates copies in the chart, config/, the API's reference, tables of metrics, dtypes, conditions and decisions,
 defaults of transformers' config classes, costs of `kvpilot backtest`, pages of models, README's badges, the picture of
 a recording, and pages and plots of docs/benchmarks. It does not generate measured or resolved files: figures,
 `tests/faults/table.py`, recordings, pictures of dashboards, locks.
@@ -68,7 +68,7 @@ def generate(root: Path) -> None:
 
 
 def stale() -> list[str]:
-    """Return the files that `generate` would change, add or remove. It runs in a copy of the files that git knows."""
+    """Return the files that `generate` would change, add or remove. Run it in a copy of the files that git knows."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,

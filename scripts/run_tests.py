@@ -1,7 +1,7 @@
 """Run parts of the tests in parallel, continue after failures, and print a summary.
 
     python scripts/run_tests.py                         # every part
-    python scripts/run_tests.py --jobs 1 unit kernels   # these, one after the other
+    python scripts/run_tests.py --jobs 1 unit kernels   # these parts, one after the other
     python scripts/run_tests.py --long e2e              # only tests marked `long`
     python scripts/run_tests.py --quick                 # check and unit, without tests marked `slow`
 
@@ -23,8 +23,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-# Longest parts come first, so that none runs alone at the end. Of the first five, three compute (runtime, kernels and
-# unit) and two mostly wait.
+# Longest parts come first, so that none runs alone at the end. Three of the first five compute (runtime, kernels and
+# unit), and two mostly wait.
 PARTS = ("runtime", "kernels", "faults", "e2e", "unit", "chart", "cluster", "scale", "check", "monitoring", "images")
 LONG = ("e2e", "faults", "chart", "monitoring", "images", "runtime", "kernels")
 QUICK = ("unit", "check")
@@ -32,7 +32,7 @@ QUICK = ("unit", "check")
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a part. `failures` are names of failed tests, or the reason why the part ended without one."""
+    """The result of a part. `failures` are names of failed tests, or the reason why the part itself failed."""
 
     part: str
     passed: int
@@ -50,7 +50,7 @@ def command(part: str, report: Path, options: tuple[str, ...]) -> list[str]:
 
 
 def outcome(part: str, status: int, report: Path, seconds: float) -> Outcome:
-    """Read a part's report. The part itself fails if there is no report, or no failed test that explains its end."""
+    """Read a part's report. The part itself failed if no test ran, or if it ended with an error but no test failed."""
     try:
         cases = list(ElementTree.parse(report).iter("testcase"))  # noqa: S314 (pytest's own)
     except (OSError, ElementTree.ParseError):

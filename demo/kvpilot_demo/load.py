@@ -27,7 +27,7 @@ from kvpilot_probes.stats import percentile
 # Pause after a failure. Otherwise a user whose connection is refused would retry without end at full speed.
 PAUSE_AFTER_FAILURE_SECONDS = 0.5
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=900.0, sock_read=900.0)
-# Each prompt starts at another token of the text, which has about 12,000. A demo sends fewer prompts than that.
+# Each prompt starts at another token of the text, which has about 12,000 tokens. A demo sends fewer prompts.
 CORPUS_CHARACTERS = 60_000
 KEPT_FAILURES = 100
 KEPT_TIMES = 300_000
@@ -70,7 +70,7 @@ class Stats:
     between_tokens: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
 
     def percentiles(self) -> dict[str, Any]:
-        """Return the counts, and percentiles of both durations in milliseconds."""
+        """Return the counts, and percentiles of `first_token` and `between_tokens` in milliseconds."""
         found: dict[str, Any] = {"ok": self.ok, "failed": self.failed, "outputTokens": self.output_tokens}
         for name, times in (("ttftMs", self.first_token), ("itlMs", self.between_tokens)):
             found[name] = {f"p{q}": round(percentile(times, q / 100) * 1000, 1) for q in (50, 95, 99)} if times else {}

@@ -14,7 +14,7 @@ from kvpilot_operator.api.words import Reason, Stage, Verdict
 
 
 def pause(cluster: Cluster, name: str, *, paused: bool) -> str:
-    """Set spec.rollout.paused, and return a text that explains the effect. Write nothing if the value is the same."""
+    """Set spec.rollout.paused, and return a text that explains the effect. Write nothing if the field has the value."""
     before = cluster.service(name)
     if service.is_paused(before) != paused:
         after = cluster.patch(name, {"spec": {"rollout": {"paused": paused}}})

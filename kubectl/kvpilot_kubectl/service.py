@@ -1,6 +1,6 @@
-"""Tell which of a service's conditions need attention, and read what its status only implies. No I/O.
+"""Tell which of a service's conditions need attention, and read facts that its status only implies. No I/O.
 
-Other fields are read where they are shown (`fields`).
+Modules that show other fields read them directly (`fields`).
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ def condition(obj: Json, kind: str) -> Json:
 
 
 def load(obj: Json) -> str:
-    """Return the resource that limits the engines, as the operator judges it; empty if no operator did."""
+    """Return the resource that limits the engines, as the operator judges it; empty without a judgement."""
     return text(condition(obj, ConditionType.MEMORY_PRESSURED), "reason")
 
 

@@ -193,7 +193,7 @@ def _figures(one: Json) -> str:
 
 
 def _accuracy(last: Json) -> str:
-    """Return the last probed dtype, its verdict, and the cases that were covered."""
+    """Return the last probed dtype, its verdict, and the kinds of prompts that the probe covered."""
     head = " ".join(filter(None, (text(last, "dtype"), text(last, "verdict"))))
     return ": ".join(filter(None, (head, text(last, "covered"))))
 

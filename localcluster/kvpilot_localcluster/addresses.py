@@ -1,4 +1,4 @@
-"""Loopback addresses and ports for pods and Services. No two clusters on this machine use the same one at a time."""
+"""Loopback addresses and ports for pods and Services. Clusters on this machine never share an address or a port."""
 
 import contextlib
 import random
@@ -37,9 +37,9 @@ def reserve(name: str, numbers: Iterable[int]) -> tuple[int, socket.socket]:
 
 
 def service_port(port: int) -> int:
-    """Return the port at which the local cluster serves a Service's `port`: the same, or 20000 more without privilege.
+    """Return the port at which the local cluster serves a Service's `port`: the same, or 20000 more if it is forbidden.
 
-    Usually only root may listen on ports below 1024. The administrator may allow it to others, too.
+    Usually only root may listen on ports below 1024. The administrator may allow other users to do so, too.
     """
     with socket.socket() as sock:
         try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Backoff:
-    """Shortest wait `initial` and longest wait `cap` before a restart, in seconds. A run of 2 * `cap` resets them."""
+    """`initial`, `cap`: shortest and longest wait before a restart, in seconds. A run of 2 * `cap` resets the wait."""
 
     initial: float = 10.0
     cap: float = 300.0

@@ -51,7 +51,7 @@ def cause(log: str, variables: Mapping[str, str] | None = None) -> str:
 
 
 def no_room(folder: Path, gigabytes: float) -> str:
-    """Return a message if the folder's disk has less free space than this, else the empty string."""
+    """Return a message if the folder's disk has less than `gigabytes` of free space, else the empty string."""
     there = next(one for one in [folder, *folder.absolute().parents] if one.exists())
     free = shutil.disk_usage(there).free / 1e9
     if free >= gigabytes:

@@ -4,9 +4,9 @@ Services get addresses from a range 127.N.0.0/16. The API server accepts such a 
 these addresses (`services.py`). Loopback addresses have two consequences. The Endpoints API refuses them, so the
 endpoints controller is off, and only EndpointSlices exist. And other machines cannot reach the cluster.
 
-kvpilot needs Kubernetes 1.29, but the core is 1.20. Two servers behind the core's aggregator add the missing APIs. A
-newer apiextensions-apiserver keeps all CRDs and enforces their CEL rules, and `policy.py` serves policy/v1. Without the
-first of them, the core keeps the CRDs and ignores their CEL rules.
+kvpilot needs Kubernetes 1.29, but this API server (the core) is 1.20. Two servers behind the core's aggregator add the
+missing APIs. A newer apiextensions-apiserver keeps all CRDs and enforces their CEL rules, and `policy.py` serves
+policy/v1. Without the newer server, the core keeps the CRDs and ignores their CEL rules.
 """
 
 import atexit

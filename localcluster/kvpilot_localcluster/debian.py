@@ -1,6 +1,6 @@
 """Fetch Debian packages into a private folder, without root rights and without changes to the machine's own apt.
 
-The archive's address comes from the machine's apt sources. Only the suite is another one.
+The archive's address comes from the machine's apt sources. Only the suite differs.
 """
 
 import re

@@ -141,7 +141,7 @@ class Devices:
     """Devices of a node. Each pod's folder records its devices, so the record outlives the agent."""
 
     def __init__(self, count: int, gpus: int, pods: Path) -> None:
-        """Offer `count` devices of `gpus` GPUs. If there are fewer GPUs, devices share them, as with time slicing.
+        """Offer `count` devices of `gpus` GPUs. If `count` is larger, devices share GPUs, as with time slicing.
 
         Args:
             count: number of devices.

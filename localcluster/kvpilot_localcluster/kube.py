@@ -68,8 +68,8 @@ class Kube:
         - SYNCED: the end of the list, with an empty object.
         - ADDED, MODIFIED, DELETED: a change after the list.
 
-        After a lost connection the list comes again. It just lacks objects that were deleted meanwhile, so the caller
-        must compare at SYNCED.
+        After a lost connection the list comes again. No event reports objects that were deleted meanwhile, so at SYNCED
+        the caller must compare the list with the objects that it knows.
         """
         while True:
             try:

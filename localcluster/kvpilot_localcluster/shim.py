@@ -4,7 +4,7 @@ end.
 The script's only argument is a folder with spec.json (argv, env, cwd, log). The shim waits for a byte on standard
 input, which the agent sends after it has recorded the shim. So an unrecorded shim starts nothing. The shim writes
 state.json (pid and start time) when the process runs, and exit.json (exit code, times) as its last action. It writes
-each under another name and then renames it.
+each file under another name and then renames it.
 
 The shim passes SIGTERM on to the process, and kills the process at SIGUSR1. It is the subreaper of all descendants of
 the process, in any session or group. As in a container, it ends only after all of them. Signals that arrive before the

@@ -80,7 +80,7 @@ class ContainerWorker:
         return Process(self._folder / str(number), self._logs / f"{number}.log", policy)
 
     def _adopt(self, before: Mapping[str, Any]) -> None:
-        """Adopt the runs of an earlier agent. Keep the readiness in `before` of a container that still runs."""
+        """Adopt the runs of an earlier agent. If the container still runs, take its readiness from `before`."""
         self._show()
         if self.view.running:
             self.view = replace(self.view, ready=before.get("ready", False), started=before.get("started", False))

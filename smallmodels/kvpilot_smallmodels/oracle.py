@@ -2,10 +2,10 @@
 
 One causal pass over prompt and answer gives the logits of each step. The *codec* quantizes all keys and values as whole
 tensors, and reads them back. An engine computes the same values token by token from its pages, because every token is
-quantized on its own. For this, prefill must also read a chunk's own tokens from pages (KVPILOT_PREFILL_FROM_PAGES).
+quantized on its own. But for this, prefill must also read a chunk's own tokens from pages (KVPILOT_PREFILL_FROM_PAGES).
 
-With a recent window the oracle needs a record of the engine's steps. Only a step of one token reads the window, and the
-window holds only tokens that were stored after the sequence got a ring.
+With a recent window the oracle needs a record of the engine's steps. Only a step of one token reads the window. The
+window holds only tokens that were stored after the sequence got a ring (the window's buffer).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from kvpilot_kernels.reference.attention import round_trip
 
 _NAME = "kvpilot_oracle"
 SLACK = 1e-3
-"""Largest change of a logit by rounding if all quantized values stay the same. Logits spread over 3.4."""
+"""Largest change of a logit by rounding if all quantized values stay the same. Logits have a spread of 3.4."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ class Oracle:
         strengths. Float32 sums differ by at most 1e-6 of a value after two layers of Llama, and by 2e-5 after six
         layers of Gemma 3. The largest strength is five times 2e-5.
 
-        In a test, four rounds explained all of 40 correct answers that rounding had changed. Ten rounds explained none
-        of 36 answers with a misread block.
+        In a test, four rounds accepted all 40 correct answers that rounding had changed. Ten rounds accepted none of 36
+        answers with a misread block.
         """
         jitters = (0.0, *(1e-6, 1e-5, 1e-4) * rounds)
         how: dict[str, Any] = {"misread": misread, "rings": rings, "picture": picture}

@@ -49,7 +49,7 @@ class Faults:
     running: int = 0
     waiting: int = 0
     stalled: bool = False
-    """True if running requests generate no tokens while `usage` is set. Else each generates one between scrapes."""
+    """True if running requests generate no tokens while `usage` is set. Else each request generates one a scrape."""
     eat_mib: int = 0
     """Memory in MiB that the engine allocates."""
 
