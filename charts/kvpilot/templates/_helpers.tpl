@@ -3,7 +3,10 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" }}
 {{- end }}
 
-{{/* The name of the Deployment and of the objects that belong to it. If the release's name contains the chart's, it is not repeated. */}}
+{{/*
+The name of the Deployment and of the objects that belong to it. If the release's name contains the chart's name, the
+chart's name is not added again.
+*/}}
 {{- define "kvpilot.operator" -}}
 {{- $name := include "kvpilot.name" . }}
 {{- if .Values.fullnameOverride }}

@@ -1,4 +1,4 @@
-{{/* The operator's rights in a namespace that it watches. tests/chart compares them with its requests. */}}
+{{/* The operator's rights in a namespace that it watches. tests/chart compares them with the operator's requests. */}}
 {{- define "kvpilot.rules" -}}
 - apiGroups: [kvpilot.io]
   resources: [quantizedllmservices]

@@ -1,7 +1,7 @@
 {{/*
 The name of the operator's rights on services: a ClusterRole and its binding, or a Role and its binding in each watched
-namespace. It is the same in every release, so that only one operator has these rights in a place. Helm refuses a second
-release. If another tool applies the manifests, the binding moves to the newer operator.
+namespace. It is the same in every release, so that only one operator has these rights in a cluster or namespace. Helm
+refuses a second release. If another tool applies the manifests, the binding moves to the newer operator.
 */}}
 {{- define "kvpilot.scope" -}}
 kvpilot.io:operator
