@@ -35,16 +35,17 @@ engines cover each answer up to its first difference. Engines run in one of two 
 `k4v4` runs in two variants:
 
 * *codec*: in a crowd, without window and factors, and every token is read back from pages. Its predictions are
-  compared with plain transformers in float32 that use the same codec, that use none, and that use the codec but misread
-  one block of 16 prompt tokens.
+  compared with plain transformers in float32 that use the same codec, that use no codec, and that use the codec but
+  misread one block of 16 prompt tokens.
 * *as served*: with its default window and its own calibration factors.
 
 The verdict *served and right* means that all of these hold:
 
 * `auto` is at least {near:.0f} times nearer to transformers without the codec than to transformers with it. A
   model in bfloat16 also passes if `auto` is no further off than plain transformers in bfloat16.
-* The codec is at least {near:.0f} times nearer to transformers with the codec than to transformers without it. Or it is
-  at most {rounded:.0f} times as far off as `auto` and the effect of rounding errors on transformers together.
+* The codec is at least {near:.0f} times nearer to transformers with the codec than to transformers without it. Or its
+  distance from transformers with the codec is at most {rounded:.0f} times the sum of two distances: that of `auto` from
+  transformers without the codec, and that by which rounding errors move transformers with the codec.
 * The codec is at least {fault:.0f} times nearer to transformers with the codec than to those with a misread block.
 * `k4v4` as served is at most {served:.2f} times as far from transformers without a codec as the bare codec is.
 * `k4v4` in a crowd differs from `k4v4` alone at most by a sum: the distance of `k4v4` alone from `auto` alone, and

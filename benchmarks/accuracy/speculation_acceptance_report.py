@@ -9,7 +9,7 @@ from benchmarks.accuracy import page_beside
 PAGE = """# How many n-gram drafts does each dtype accept?
 
 This page shows how many draft tokens vLLM accepts with each KV-cache dtype. More accepted drafts mean fewer decode
-steps. vLLM counts both (`vllm:spec_decode_num_*_tokens`).
+steps. vLLM counts drafted and accepted tokens (`vllm:spec_decode_num_*_tokens`).
 
 * **Model.** SmolLM2-135M with its real weights in {dtype}, greedy. Our dtypes have their defaults: calibration by the
   engine, and their recent window.

@@ -20,7 +20,7 @@ def summary(rows: dict[str, Any]) -> str:
     ends = [rows[mode.name]["stages"][-1]["verdict"] for mode in MODES if mode.name in rows]
     count = {found: sum(FOUND[end] == found for end in ends) for found in FOUND.values()}
     found, held, missed = count.values()
-    return f"Of {len(MODES)} modes, {len(ends)} have run: {found} found, {held} inconclusive, {missed} missed."
+    return f"{len(ends)} of {len(MODES)} modes have run: {found} found, {held} inconclusive, {missed} missed."
 
 
 def modes(rows: dict[str, Any]) -> str:

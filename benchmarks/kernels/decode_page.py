@@ -16,8 +16,9 @@ attention (query heads / KV heads / elements of a head), and the number of seque
 "Window 64" means that the last 64 tokens are read at 8 bits.
 
 * *decode, us*: microseconds of kvpilot's decode kernel. It divides each sequence into splits.
-* *with merge, us*: the same, and the kernel that merges the splits' results. Other backends always include a merge.
-* *with store, us*: the same, and the kernel that stores the new tokens.
+* *with merge, us*: the decode kernel, and the kernel that merges the splits' results. Other backends always include a
+  merge.
+* *with store, us*: these two, and the kernel that stores the new tokens.
 * *read rate*: bytes of the cache that are read per second, relative to a plain copy on the GPU. It is computed from
   *decode*, or from *with merge* for other backends.
 * *speed*: how many times as fast as the first row of the table, by *with merge*.
@@ -92,7 +93,7 @@ def main() -> None:
 
 This page shows how fast one layer attends to each kind of KV cache: kvpilot's kernels, FlashAttention 3 and
 FlashInfer's XQA. **With 32 sequences of 16,384 tokens, `k4v4` takes 139 us, XQA with fp8 322 us, and FlashAttention 3
-with bf16 480 us.** The first section has today's kernels. The other two have older ones.
+with bf16 480 us.** The first section has today's kernels. The other two sections have older kernels.
 """,
         (
             Run("h200-decode-xqa.json", "Beside FlashAttention 3 and XQA"),

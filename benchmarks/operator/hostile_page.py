@@ -84,7 +84,7 @@ _BARS: tuple[tuple[str, Callable[[dict[str, Any]], float]], ...] = (
     ("a canary", lambda one: float(one["probe"]["p50"])),
     ("a cycle of scrapes", lambda one: cycle(one)),
 )
-_PHASES = {"quiet": "alone", "background": "beside a load", "hostile": "beside the hostile ones"}
+_PHASES = {"quiet": "alone", "background": "beside a load", "hostile": "beside hostile services"}
 
 
 def cycle(one: dict[str, Any]) -> float:

@@ -123,8 +123,8 @@ def table(result: dict[str, Any]) -> str:
         "or five runs. Constant figures in a row mean linear time. Falling figures mean that the parser refuses the\n"
         "text early. The operator's limits on the size of a metrics page are lifted here.\n",
         "*memory* is the peak of Python's allocations at the largest size, in bytes per byte of text. *outcome* is\n"
-        "`read`, or the error that refused the text. A stored baseline is compressed, and its size is that before it\n"
-        "is unpacked (to at most 2 MiB).\n",
+        "`read`, or the error that refused the text. A stored baseline is compressed. Its sizes here are those of\n"
+        "the compressed data, which may unpack to at most 2 MiB.\n",
     ]
     for which, kinds in result["parsers"].items():
         sizes = max((list(one["ns_per_byte"]) for one in kinds.values()), key=len)[::2]
