@@ -13,6 +13,7 @@ from kubernetes.utils.quantity import parse_quantity
 
 from kvpilot_cli.validate.rules import broken_rules
 from kvpilot_formats import dtypes
+from kvpilot_probes.packs import BUILTIN
 from support.bad_manifests import BAD, GOOD, GOOD_GPU_LIMITS, Bad, with_gpus
 from support.crd import apply_defaults, load_crd, refused, root_schema
 
@@ -126,6 +127,12 @@ def test_every_dtype_is_a_baseline_or_may_be_in_a_ladder() -> None:
 
 
 @pytest.mark.slow
+def test_a_service_may_ask_for_each_built_in_pack_and_for_no_other() -> None:
+    (pattern,) = {spec["items"]["pattern"] for path, spec in nodes(SPEC, "spec") if path.endswith(".probeSets")}
+    assert all(re.search(pattern, f"builtin/{name}") for name in BUILTIN)
+    assert re.search(r"builtin/\((.*?)\)", pattern)[1].split("|") == list(BUILTIN)  # type: ignore[index]
+
+
 def test_the_crd_accepts_a_ladder_exactly_if_its_bits_per_element_decrease() -> None:
     smaller = [d for d in dtypes.names() if dtypes.parse(d).bits_per_element() < 16]
     plain = apply_defaults(GOOD)["spec"]["kvCache"]

@@ -7,7 +7,7 @@ from msgspec import Meta
 from kvpilot_operator.api.gateways import RouteRef
 from kvpilot_operator.api.record import NAME, SET, Percent, Record, Rule, Thousand
 
-_BUILT_IN = "builtin/(general|multi-turn|long-context|structured|paths|agent|reasoning)"
+_BUILT_IN = "builtin/(general|multi-turn|structured|long-context|paths|agent|reasoning|images)"
 ProbeSet = Annotated[str, Meta(max_length=263, pattern=f"^({_BUILT_IN}|configmap/{NAME})$")]
 
 _UPWARDS = Rule(
