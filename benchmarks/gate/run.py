@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
@@ -94,11 +95,7 @@ def judged(url: str, kept: Mapping[str, Baseline], stages: Sequence[str]) -> lis
 
 async def _load(url: str, baseline: Baseline, found: Measurement, limits: Any) -> Measurement:
     scraper = Scraper(None)
-
-    async def tokens() -> float:
-        return (await scraper.scrape(ServiceKey("default", "gate"), url, lambda _: None)).totals.host_hits
-
-    connector = Connector("OffloadingConnector", tokens)
+    connector = Connector("OffloadingConnector", partial(scraper.loaded, ServiceKey("default", "gate"), url))
     try:
         return await loaded.extended(url, "m", baseline, found, connector, allowed=limits, settings=SETTINGS)
     finally:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from kvpilot_probes import run
 from kvpilot_probes.codec import Baseline
 from kvpilot_probes.generated import FROM
 from kvpilot_probes.in_flight import bounded
@@ -29,10 +30,28 @@ FROM_OTHERS = ("NixlConnector",)
 
 
 class Connector(NamedTuple):
-    """KV connector of an engine: vLLM's name of it, and a function that returns the number of tokens loaded so far."""
+    """KV connector of an engine: vLLM's name of it (empty: the engine has none), and a function that returns the number
+    of tokens loaded so far."""
 
     name: str
     loaded: Callable[[], Awaitable[float]]
+
+
+async def measure(
+    base_url: str,
+    model: str,
+    baseline: Baseline,
+    connector: Connector,
+    passes: Callable[[Measurement], bool],
+    *,
+    allowed: Allowed,
+    settings: Settings = USUAL,
+) -> Measurement:
+    """Return the damage of the engine at `base_url`. If it `passes`, judge its prompts through `connector`, too."""
+    found = await run.measure(base_url, model, baseline, allowed=allowed, settings=settings)
+    if not connector.name or not passes(found):
+        return found
+    return await extended(base_url, model, baseline, found, connector, allowed=allowed, settings=settings)
 
 
 async def extended(

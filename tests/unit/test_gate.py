@@ -77,6 +77,37 @@ async def test_a_baseline_with_noise_beyond_the_limits_gives_no_verdict(
     assert verdict.startswith("Inconclusive: BaselineUnfit: the 16-bit engine differs from its own answers")
 
 
+@pytest.mark.parametrize(
+    ("connector", "loaded", "code", "said"),
+    [
+        ("", GARBAGE, 0, "covered    general; "),
+        ("OffloadingConnector", counting, 0, "covered    general, from-OffloadingConnector; "),
+        ("OffloadingConnector", GARBAGE, 1, "Failed: AccuracyRegressed: from-OffloadingConnector: "),
+        ("NixlConnector", GARBAGE, 0, "covered    general; not: from-NixlConnector; "),
+    ],
+    ids=["not named", "sound", "damaged", "only loads pages of others"],
+)
+async def test_pages_that_the_candidate_loads_through_its_connector_are_judged_on_their_own(
+    capsys: pytest.CaptureFixture[str], connector: str, loaded: Handler, code: int, said: str
+) -> None:
+    marked: list[int] = []
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path == "/metrics":
+            page = f"vllm:kv_cache_usage_perc 0.5\nvllm:external_prefix_cache_hits_total {sum(marked)}\n"
+            respond(writer, page.encode())
+            return
+        through = body.get("kv_transfer_params") == {"kvpilot_from_connector": True}
+        marked.extend([len(body["prompt"])] * through)
+        await (loaded if through else counting)(path, body, writer)
+
+    async with engine(serving(counting, "m")) as one, engine(serving(handler, "m")) as other:
+        named = ("--candidate-connector", connector) if connector else ()
+        assert await probe("--baseline", one, "--candidate", other, *named, *GENERAL) == code
+    assert said in capsys.readouterr().out
+    assert bool(marked) is (connector == "OffloadingConnector")
+
+
 async def test_a_gate_with_too_few_positions_is_inconclusive(tmp_path: Path) -> None:
     pack = tmp_path / "one.yaml"
     pack.write_text("prompts:\n- name: only\n  messages:\n  - {role: user, content: What is the capital of France?}\n")
@@ -97,7 +128,8 @@ async def test_the_gates_json_keeps_its_keys(capsys: pytest.CaptureFixture[str])
         await probe("--baseline", f"{one}/v1/", "--candidate", other, "--json", *GENERAL)
     found = document(capsys)
     assert set(found) == {
-        "verdict", "reason", "message", "excess_kl_micronats", "limits", "baseline", "candidate", "control", "measured",
+        "verdict", "reason", "message", "covered", "excess_kl_micronats", "limits", "baseline", "candidate", "control",
+        "measured",
     }  # fmt: skip
     assert found["baseline"] == {"url": one, "model": "m", "prompts": 8, "positions": 256, "left_out": []}
     assert found["candidate"] == {"url": other, "model": "n"}

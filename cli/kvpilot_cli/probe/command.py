@@ -92,6 +92,8 @@ def _parser() -> _Parser:
         add(f"--{side}-model", metavar="NAME", help="served model name (default: the only one that the endpoint lists)")
         key = "environment variable that has the engine's bearer token"
         add(f"--{side}-key-variable", metavar="NAME", help=key)
+    connector = "KV connector of the candidate, such as OffloadingConnector: also judge pages that it loads"
+    add("--candidate-connector", default="", metavar="NAME", help=connector)
     sets = f"built-in probe pack, builtin/NAME; may be repeated (default {' '.join(accuracy.probe_sets)})"
     add("--probe-set", action="append", metavar="SET", help=sets)
     add(
@@ -139,7 +141,8 @@ def _endpoint(options: argparse.Namespace, side: str) -> Endpoint:
     if variable is not None and not key:
         raise GateError(f"{option}-key-variable {variable!r}: this environment variable is not set; set it to the key")
     base = url.rstrip("/").removesuffix("/v1")
-    return Endpoint(option, base, getattr(options, f"{side}_model"), key)
+    connector = getattr(options, f"{side}_connector", "")
+    return Endpoint(option, base, getattr(options, f"{side}_model"), key, connector)
 
 
 def _prompts(options: argparse.Namespace) -> tuple[packs.ProbePrompt, ...]:

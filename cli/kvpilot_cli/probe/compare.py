@@ -3,12 +3,17 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 
 from kvpilot_operator.api.rollout import Accuracy
+from kvpilot_operator.api.words import Verdict
 from kvpilot_operator.decide import Judgement, allowed, described, judge
-from kvpilot_probes import codec, run
+from kvpilot_operator.observe.scrape import Scraper
+from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_probes import codec, loaded, run
 from kvpilot_probes.client import Progress, http_client, served_models
 from kvpilot_probes.errors import ProbeError
+from kvpilot_probes.loaded import Connector
 from kvpilot_probes.packs import ProbePrompt
 from kvpilot_probes.session import Settings
 from kvpilot_probes.stats import Measurement
@@ -30,12 +35,14 @@ class Endpoint:
         url: address without /v1.
         model: served model name, or None for the only one.
         api_key: bearer token to send, or None.
+        connector: vLLM's name of its KV connector; empty if it has none.
     """
 
     option: str
     url: str
     model: str | None = None
     api_key: str | None = None
+    connector: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +77,19 @@ async def compare(
     noise = await run.control(baseline.url, models[0], kept, settings=of(baseline, "control"))
     kept = codec.with_control(kept, noise, datetime.now(UTC))
     known = described(kept)
-    found = await run.measure(
-        candidate.url, models[1], kept, allowed=allowed(known, limits), settings=of(candidate, "candidate")
-    )
+    scraper = Scraper()
+    try:
+        found = await loaded.measure(
+            candidate.url,
+            models[1],
+            kept,
+            Connector(candidate.connector, partial(scraper.loaded, ServiceKey("", candidate.option), candidate.url)),
+            lambda one: judge(one, known, limits).verdict == Verdict.PASSED,
+            allowed=allowed(known, limits),
+            settings=of(candidate, "candidate"),
+        )
+    finally:
+        await scraper.close()
     return Comparison(
         models=models,
         prompts=len(kept.prompts),

@@ -18,6 +18,7 @@ def document(found: Comparison, limits: Accuracy, urls: tuple[str, str]) -> dict
         "verdict": found.judgement.verdict,
         "reason": found.judgement.reason,
         "message": found.judgement.message,
+        "covered": found.judgement.covered,
         "excess_kl_micronats": found.judgement.excess_kl_micronats,
         "limits": {
             "max_excess_kl_millinats": limits.max_excess_kl_millinats,
@@ -59,8 +60,10 @@ def text(found: Comparison, urls: tuple[str, str]) -> str:
     ]
     if found.left_out:
         head.append(f"left out, longer than the context or for the named reason: {', '.join(found.left_out)}")
-    parts = ["\n".join(head), _columns(rows), _by_bucket(measured), _sample(found)]
     judgement = found.judgement
+    if judgement.covered:
+        head.append(f"covered    {judgement.covered}")
+    parts = ["\n".join(head), _columns(rows), _by_bucket(measured), _sample(found)]
     return "\n\n".join([*filter(None, parts), f"{judgement.verdict}: {judgement.reason}: {judgement.message}"])
 
 

@@ -21,8 +21,7 @@ from kvpilot_operator.budget import CANARY_PROBE, CHECK, Permits
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.decide import allowed, control_fault, described, judge
-from kvpilot_operator.errors import PermitLost, ScrapeError
-from kvpilot_operator.observe.pod_metrics import PodMetrics
+from kvpilot_operator.errors import PermitLost
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_prompts
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.state.decision import (
@@ -177,17 +176,15 @@ class Prober:
                 return ProbeFailed(Reason.BASELINE_LOST, str(error))
             control = described(baseline)
             limits = allowed(control, spec.accuracy)
-            found = await run.measure(request.url, request.model, baseline, allowed=limits, settings=settings)
+            connector = Connector(spec.connector, partial(self._scraper.loaded, key, request.url))
 
-            def passed() -> bool:
+            def passes(found: Measurement) -> bool:
                 return judge(found, control, spec.accuracy).verdict == Verdict.PASSED
 
-            if spec.connector and passed():
-                connector = Connector(spec.connector, partial(self._loaded, key, request.url))
-                found = await loaded.extended(
-                    request.url, request.model, baseline, found, connector, allowed=limits, settings=settings
-                )
-            if not request.serving and passed():
+            found = await loaded.measure(
+                request.url, request.model, baseline, connector, passes, allowed=limits, settings=settings
+            )
+            if not request.serving and passes(found):
                 return await self._filled(key, request, baseline, found, limits, settings)
             return found
         try:
@@ -248,7 +245,7 @@ class Prober:
         extra = {"service": str(key), "probe": request.identity}
 
         async def look() -> Pool:
-            page = await self._page(key, request.url)
+            page = await self._scraper.find(key, request.url)
             return Pool(0, 0.0) if page is None else Pool(page.capacity_tokens, page.usage)
 
         try:
@@ -260,17 +257,6 @@ class Prober:
             return ProbeFailed(Reason.ENGINE_CRASHED, f"pod {request.pod}: {error}")
         log.info("the canary has answered a prompt of %d tokens", filled.context, extra=extra)
         return filled.added_to(found)
-
-    async def _loaded(self, key: ServiceKey, url: str) -> float:
-        """Return the number of tokens that an engine has loaded through its KV connector; NaN if it is unknown."""
-        page = await self._page(key, url)
-        return math.nan if page is None else page.totals.host_hits
-
-    async def _page(self, key: ServiceKey, url: str) -> PodMetrics | None:
-        try:
-            return await self._scraper.scrape(key, url, lambda _: None)
-        except ScrapeError:
-            return None
 
     def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
         """Return settings that make a probe yield to users' requests.

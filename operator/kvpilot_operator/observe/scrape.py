@@ -1,6 +1,7 @@
 """Fetch the engines' metrics pages, within limits on time, size, memory and concurrency."""
 
 import asyncio
+import math
 import socket
 import ssl
 from collections.abc import Callable, Collection, Mapping
@@ -87,6 +88,18 @@ class Scraper:
         except ScrapeError:
             return 0.0, 0.0
         return page.waiting, page.running
+
+    async def find(self, service: ServiceKey, url: str) -> PodMetrics | None:
+        """Return the numbers of one engine's page, or None without a usable page."""
+        try:
+            return await self.scrape(service, url, lambda _: None)
+        except ScrapeError:
+            return None
+
+    async def loaded(self, service: ServiceKey, url: str) -> float:
+        """Return the number of tokens that an engine has loaded through its KV connector; NaN if it is unknown."""
+        page = await self.find(service, url)
+        return math.nan if page is None else page.totals.host_hits
 
     def tls(self, url: str) -> ssl.SSLContext | None:
         """Return the TLS context for this address, or None for plain HTTP. Raise NoIdentity without certificates."""
