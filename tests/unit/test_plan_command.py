@@ -131,6 +131,17 @@ def test_the_time_of_a_gate_grows_with_the_context_and_is_unknown_without_weight
     assert "accuracy gate of a canary at 32,768 tokens: at most about 2" in capsys.readouterr().out
 
 
+def test_the_time_of_a_gate_includes_loads_through_a_kv_connector(capsys):
+    asked = ["Llama-3.1-8B", "--gpu", "H200", "--context", "131072", "--dtype", "auto,k4v4"]
+    without, through = (planned(capsys, *asked, *more)["dtypes"] for more in ([], ["--connector"]))
+    auto, packed = (b["gate_seconds"] - a["gate_seconds"] for a, b in zip(without, through, strict=True))
+    # A prefill of 131,072 tokens takes about 9 s. Each of 15 long prompts is loaded up to 14 times.
+    assert 9 < packed < auto < 60
+    assert main([*asked, "--connector"]) == 0
+    said = f"at 131,072 tokens, with loads through its KV connector: at most about {through[0]['gate_seconds']:,} s"
+    assert said in capsys.readouterr().out
+
+
 def test_a_dtype_that_cannot_serve_gives_the_reason(capsys):
     infeasible = {
         row["dtype"]: row["veto"]

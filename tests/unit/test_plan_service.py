@@ -58,6 +58,27 @@ def test_tensor_parallelism_memory_and_context_are_those_of_the_engine(
     assert by_file == by_name
 
 
+@pytest.mark.parametrize(
+    ("spec", "connector"),
+    [
+        ({"kvCache": {"mode": "Auto", "offload": {"cpuMemoryGiB": 1}}}, True),
+        ({"engine": {"extraArgs": ['--kv-transfer-config={"kv_connector": "LMCacheMPConnector"}']}}, True),
+        ({"engine": {"extraArgs": ['--kv-transfer-config={"kv_connector": "NixlConnector"}']}}, False),
+        ({}, False),
+    ],
+    ids=["host memory", "LMCache", "NIXL", "none"],
+)
+def test_the_gate_of_a_service_whose_engines_load_pages_takes_longer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], spec: dict[str, Any], connector: bool
+) -> None:
+    model = {"source": "hf://meta-llama/Llama-3.1-8B", "maxModelLen": 32768}
+    asked = ("-f", written(tmp_path, {**spec, "model": model}), "--gpu", "H200", "--dtype", "auto")
+    alone, through = (planned(capsys, *asked, *more)["dtypes"][0]["gate_seconds"] for more in ((), ("--connector",)))
+    plain = planned(capsys, "Llama-3.1-8B", "--gpu", "H200", "--context", "32768", "--dtype", "auto")
+    assert alone == (through if connector else plain["dtypes"][0]["gate_seconds"]) and alone <= through
+    assert through > plain["dtypes"][0]["gate_seconds"]
+
+
 def test_options_of_the_command_line_replace_those_of_the_service(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,6 +106,8 @@ def _parser() -> _Parser:
     add("--weights-dtype", choices=WEIGHTS, help="format of the weights (default: as published)")
     add("--weights-gb", type=_positive, metavar="X", help="weights in GB (10^9 bytes), instead of the estimate")
     add("--kv-gb", type=_positive, metavar="X", help="KV cache of all GPUs in GB (10^9 bytes), instead of the estimate")
+    connector = "the engine has a KV connector, so the accuracy gate also judges pages that it loads"
+    add("--connector", action="store_true", help=connector)
     add("--json", action="store_true", help="print JSON instead of tables")
     load = parser.add_argument_group("cost of a load on all replicas; needs the first three options")
     load.add_argument("--requests-per-second", type=_positive, metavar="R")
@@ -142,6 +144,7 @@ def _request(options: argparse.Namespace) -> Request:
         kv=None if options.kv_gb is None else int(options.kv_gb * 1e9),
         load=load,
         recent_tokens=options.recent_tokens,
+        connector=options.connector,
     )
 
 

@@ -27,6 +27,7 @@ class Request:
         dtypes: KV-cache dtypes; empty for the usual ones of the model.
         weights, kv: bytes of all GPUs together that replace the estimates.
         recent_tokens: length of the recent window; None for each dtype's default.
+        connector: True if the accuracy gate also judges pages that the engine loads through a KV connector.
     """
 
     model: Model
@@ -41,6 +42,7 @@ class Request:
     kv: int | None = None
     load: Load | None = None
     recent_tokens: int | None = None
+    connector: bool = False
 
     @property
     def all_gpus(self) -> int:
@@ -167,6 +169,9 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
     layout = cache(request.stage, dtype, gpus, request.recent_tokens)
     recent = dtypes.parse(served).recent_tokens(request.recent_tokens, model.max_positions)
     speed = _speed(request, dtype, layout, weights)
+    gate = speed.gate_seconds(contexts[-1]) if speed else 0.0
+    if speed and request.connector:
+        gate += speed.connector_seconds(contexts[-1])
     return Row(
         dtype,
         bits_per_element=dtypes.parse(served).bits_per_element(model.head_dim),
@@ -177,7 +182,7 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
         capacities=tuple(Fit(c, layout.tokens(kv, c), layout.sequences(kv, c)) for c in contexts),
         notes=dtype_notes(model, served),
         cost=_with_gpus(request, cost(speed, kv, request.load)) if speed and request.load else None,
-        gate_seconds=round(speed.gate_seconds(contexts[-1])) if speed else None,
+        gate_seconds=round(gate) if speed else None,
     )
 
 

@@ -42,7 +42,9 @@ def _head(plan: Plan) -> str:
         )
     seconds = [row.gate_seconds for row in plan.rows if row.gate_seconds is not None]
     if seconds:
-        lines.append(f"accuracy gate of a canary at {plan.contexts[-1]:,} tokens: at most about {max(seconds):,} s")
+        through = ", with loads through its KV connector" if request.connector else ""
+        at = f"{plan.contexts[-1]:,} tokens{through}"
+        lines.append(f"accuracy gate of a canary at {at}: at most about {max(seconds):,} s")
     return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines)
 
 

@@ -16,6 +16,7 @@ from kvpilot_operator.api.names import ENGINE_CONTAINER
 from kvpilot_operator.api.pod_template import KINDS
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.render.engine import pod_template
+from kvpilot_probes.loaded import FROM_OTHERS
 
 Json = Any
 _HUB = "hf://"
@@ -60,6 +61,8 @@ def _arguments(spec: Spec, gpu: str, model: str | None) -> list[str]:
         argv.append(f"--context={','.join(map(str, (*(c for c in CONTEXTS if c < longest), longest)))}")
     if spec.kv_cache.recent_tokens is not None:
         argv.append(f"--recent-tokens={spec.kv_cache.recent_tokens}")
+    if spec.connector and spec.connector not in FROM_OTHERS:
+        argv.append("--connector")
     return argv
 
 

@@ -15,8 +15,11 @@ from kvpilot_cli.plan.capacity import Cache
 from kvpilot_cli.plan.facts import Model
 from kvpilot_formats import formats
 from kvpilot_operator.gpus import Gpu
+from kvpilot_probes.generated import QUESTIONS, SHARES, most_resumes
+from kvpilot_probes.loaded import MOST_PROMPTS
 from kvpilot_probes.pressure import PRESSURE_SECONDS
 from kvpilot_probes.reread import ANSWERS, long_answer
+from kvpilot_probes.session import DEFAULT_TOKENS, MAX_RESUMES
 
 WEIGHTS = 0.587
 """Share of peak bandwidth in a decode step with a nearly empty cache, including fixed costs.
@@ -32,6 +35,12 @@ Llama-3-8B prefilled prompts of 16K tokens at 33,908 tokens/s (docs/benchmarks/h
 
 GATE_PREFILLS, GATE_STEPS, GATE_SEQUENCES = 3, 1000, 2
 """Work of the accuracy gate: prefills of the whole context, decode steps of all answers, and long prompts in flight."""
+
+LOADED = 45e9
+"""Bytes a second that a GPU loads from host memory.
+
+An H100 loaded a token of 17,408 bytes in 0.38 us (docs/benchmarks/h200-offload.md, `k4v4`).
+"""
 
 
 def attention_efficiency(model: Model, dtype: str) -> float | None:
@@ -84,6 +93,18 @@ class Speed:
         long = long_answer(int(context))
         answers = GATE_STEPS * self.step_seconds(GATE_SEQUENCES, context) + 2 * long * self.step_seconds(ANSWERS, long)
         return GATE_PREFILLS * self.prompt_seconds(context) + answers + PRESSURE_SECONDS
+
+    def connector_seconds(self, context: float) -> float:
+        """Return the most seconds of the gate's stage that loads prompts from host memory through a KV connector.
+
+        The engine prefills the context once more, because host memory may lack it. It then loads all long prompts: for
+        the first request, for the answer, and each time the answer is resumed.
+        """
+        lengths = [range(int(context) // share) for share in SHARES]
+        tokens = QUESTIONS * sum(len(one) * (2 + most_resumes(one, MAX_RESUMES)) for one in lengths)
+        loads = tokens * (self.cache.full_token_bytes + self.cache.window_token_bytes) / LOADED
+        steps = MOST_PROMPTS / GATE_SEQUENCES * (DEFAULT_TOKENS + MAX_RESUMES)
+        return self.prompt_seconds(context) + loads + steps * self.step_seconds(GATE_SEQUENCES, context)
 
     def _weights_read(self, sequences: float) -> float:
         """Return the bytes of weights that one GPU reads in a step. Experts that no token uses are not read."""
