@@ -5,6 +5,7 @@ each prompt is sent twice by requests that ignore these pages. The engine stores
 and loads it for the second. The engine's metrics tell how many tokens it has loaded.
 """
 
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 from kvpilot_probes import run
 from kvpilot_probes.codec import Baseline
+from kvpilot_probes.errors import ProbeTimeout
 from kvpilot_probes.generated import FROM
 from kvpilot_probes.in_flight import bounded
 from kvpilot_probes.run import follow, in_turns
@@ -66,9 +68,10 @@ async def extended(
 ) -> Measurement:
     """Return the measurement `found` of the same engine, with one more bucket: prompts loaded through `connector`.
 
-    The run stops at the bucket's verdict, or when the time of `settings` is over. It ignores answers before which the
-    engine has loaded too few tokens. It sends the first prompt alone, and no further one if that was not loaded. With a
-    connector of FROM_OTHERS it sends none, and the bucket stays without answers.
+    The run stops at the bucket's verdict. If the time or the deadline of `settings` is over first, the result is `cut`.
+    The run ignores answers before which the engine has loaded too few tokens. It sends the first prompt alone, and no
+    further one if that was not loaded. With a connector of FROM_OTHERS it sends none, and the bucket stays without
+    answers.
     """
     if connector.name in FROM_OTHERS:
         return found.extended(FROM + connector.name, (), 0, 0)
@@ -76,23 +79,41 @@ async def extended(
     over = began + settings.budget_seconds - found.milliseconds / 1000
     sizes = [len(prompt.tokens) for prompt in baseline.prompts]
     order = sorted(in_turns(baseline, settings.turn), key=lambda index: sizes[index] <= SHORT_TOKENS)[:MOST_PROMPTS]
-    async with probing(base_url, model, settings) as (engine, throttle, deadline):
-        loading, asked = replace(engine, from_connector=True), 0
-        allow(deadline, settings, 2 * sum(sizes[i] for i in order), sum(len(baseline.prompts[i].answer) for i in order))
+    before, asked, kept, cut = math.nan, 0, 0, False
 
-        async def ask(index: int) -> None:
-            nonlocal asked
-            if time.monotonic() < over and decide(by_bucket(compared), (bucket,), allowed).answer == Answer.GO_ON:
+    async def was_loaded() -> bool:
+        enough = await connector.loaded() - before >= LOADED * asked
+        if not enough:
+            del compared[kept:]
+        return enough
+
+    try:
+        async with probing(base_url, model, settings) as (engine, throttle, deadline):
+            loading = replace(engine, from_connector=True)
+            answers = sum(len(baseline.prompts[i].answer) for i in order)
+            allow(deadline, settings, 2 * sum(sizes[i] for i in order), answers)
+
+            async def ask(index: int) -> None:
+                nonlocal asked, cut
+                if decide(by_bucket(compared), (bucket,), allowed).answer != Answer.GO_ON:
+                    return
+                if time.monotonic() >= over:
+                    cut = True
+                    return
                 prompt = replace(baseline.prompts[index], bucket=bucket)
-                judged, sent = await throttle.beside_users(loading, lambda one: follow(one, throttle, index, prompt))
+                judged, sent = await throttle.beside_users(
+                    loading, lambda one: follow(one, throttle, index, prompt, settings.max_resumes)
+                )
                 asked += (sent - 1) * sizes[index]  # the first request may have nothing to load
                 compared.extend(judged)
 
-        for some in (order[:1], order[1:]):
-            before, asked, kept = await connector.loaded(), 0, len(compared)
-            await bounded(some, ask, settings.concurrency, sizes.__getitem__)
-            enough = await connector.loaded() - before >= LOADED * asked
-            if not enough:
-                del compared[kept:]
-                break
-    return found.extended(bucket, compared, throttle.spent, round((time.monotonic() - began) * 1000))
+            for some in (order[:1], order[1:]):
+                before, asked, kept = await connector.loaded(), 0, len(compared)
+                await bounded(some, ask, settings.concurrency, sizes.__getitem__)
+                if not await was_loaded():
+                    break
+    except ProbeTimeout:
+        # Do not lose `found`: all other buckets are complete.
+        cut = True
+        await was_loaded()
+    return found.extended(bucket, compared, throttle.spent, round((time.monotonic() - began) * 1000), cut=cut)

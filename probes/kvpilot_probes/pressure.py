@@ -97,7 +97,7 @@ async def fill(
         working = asyncio.create_task(_report(settings.progress))
         try:
             await _hold(patient, _other_tokens(baseline, size), FILL_ANSWER_TOKENS)
-            compared = await _press(patient, throttle, baseline, size, look, allowed)
+            compared = await _press(patient, throttle, baseline, size, look, allowed, settings.max_resumes)
         except (EngineRefused, EngineUnreachable, MalformedAnswer) as error:
             raise ContextNotHeld(
                 f"the engine failed at a prompt of {size} tokens in its context of {length}, or while such prompts "
@@ -110,7 +110,13 @@ async def fill(
 
 
 async def _press(
-    engine: EngineClient, throttle: Throttle, baseline: Baseline, size: int, look: Look, allowed: Allowed
+    engine: EngineClient,
+    throttle: Throttle,
+    baseline: Baseline,
+    size: int,
+    look: Look,
+    allowed: Allowed,
+    max_resumes: int,
 ) -> tuple[Compared, ...]:
     """Compare answers to the baseline's prompts while the engine's pool of KV pages is full.
 
@@ -135,7 +141,7 @@ async def _press(
     async def judge(index: int) -> None:
         if decide(by_bucket(compared), (PRESSURE,), allowed).answer == Answer.GO_ON:
             prompt = replace(baseline.prompts[index], bucket=PRESSURE)
-            compared.extend((await follow(engine, throttle, index, prompt))[0])
+            compared.extend((await follow(engine, throttle, index, prompt, max_resumes))[0])
 
     async def judge_all() -> None:
         began = time.monotonic()

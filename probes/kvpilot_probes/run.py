@@ -34,7 +34,7 @@ from kvpilot_probes.in_flight import bounded
 from kvpilot_probes.packs import ProbePrompt
 from kvpilot_probes.results import LEAST_COPIED, Done, Task, compared_tasks, copied
 from kvpilot_probes.sequential import Allowed, Answer, Seen, decide
-from kvpilot_probes.session import MAX_RESUMES, TOP_K, USUAL, Settings, Throttle, allow, probing
+from kvpilot_probes.session import TOP_K, USUAL, Settings, Throttle, allow, probing
 
 Judged = tuple[list[stats.Compared], int]
 
@@ -219,7 +219,7 @@ async def _answer(engine: EngineClient, throttle: Throttle, asked: Rendered) -> 
 
 
 async def follow(
-    engine: EngineClient, throttle: Throttle, index: int, prompt: BaselinePrompt, max_resumes: int = MAX_RESUMES
+    engine: EngineClient, throttle: Throttle, index: int, prompt: BaselinePrompt, max_resumes: int
 ) -> Judged:
     """Decode along the baseline's answer (teacher forcing). Return the compared positions, and the number of requests.
 

@@ -120,7 +120,9 @@ class Measurement:
     broken: int = 0
     cut: bool = False
 
-    def extended(self, bucket: str, compared: Sequence[Compared], tokens: int, milliseconds: int) -> "Measurement":
+    def extended(
+        self, bucket: str, compared: Sequence[Compared], tokens: int, milliseconds: int, *, cut: bool = False
+    ) -> "Measurement":
         """Return the measurement with one more bucket, the positions compared in it, and what they took."""
         return replace(
             self,
@@ -129,6 +131,7 @@ class Measurement:
             planned=(*self.planned, bucket),
             tokens=self.tokens + tokens,
             milliseconds=self.milliseconds + milliseconds,
+            cut=self.cut or cut,
         )
 
 

@@ -1,5 +1,6 @@
 """A probe judges answers over pages that the engine has loaded through its KV connector."""
 
+import asyncio
 from dataclasses import replace
 from math import nan
 
@@ -36,8 +37,47 @@ async def test_long_prompts_are_loaded_first_and_none_after_the_time_of_the_run(
     async with engine(handler) as url:
         found = await loaded.extended(url, "m", kept, FOUND, some, allowed=ALLOWED, settings=settings)
     assert found.planned == ("general", "from-Some")
-    assert len(found.seen) == prompts
+    assert (len(found.seen), found.cut) == (prompts, prompts == 0)
     assert asked[:2] == [size] * min(2, prompts)
+
+
+@pytest.mark.parametrize(("answered", "prompts"), [(0, 0), (1, 1)], ids=["at once", "after one prompt"])
+async def test_a_timeout_keeps_all_finished_answers_and_cuts_the_result(answered: int, prompts: int) -> None:
+    asked: list[int] = []
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        asked.append(len(body["prompt"]))
+        if len(asked) > answered:
+            await asyncio.Event().wait()
+        await counting(path, body, writer)
+
+    async def tokens() -> float:
+        return float(sum(asked))
+
+    before = stats.summarise([stats.Compared(0, 0.01, agrees=True)], planned=["general"])
+    async with engine(handler) as url:
+        some, settings = Connector("Some", tokens), Settings(deadline_seconds=1.0)
+        found = await loaded.extended(url, "m", baseline(8, 20), before, some, allowed=ALLOWED, settings=settings)
+    assert (found.planned, found.seen[:1], found.cut) == (("general", "from-Some"), before.seen, True)
+    assert (found.prompts, found.positions, len(found.seen)) == (1, 1, 1 + prompts)
+
+
+@pytest.mark.parametrize("resumes", [0, 2])
+async def test_an_answer_is_resumed_at_most_as_often_as_the_settings_allow(resumes: int) -> None:
+    asked: list[int] = []
+
+    async def handler(_path: str, body: Body, writer: Writer) -> None:
+        asked.append(len(body["prompt"]))
+        wrong = event("token_id:7777", {"token_id:7777": -0.1, "token_id:9999": -3.0})
+        stream(writer, *[wrong] * body["max_tokens"])
+
+    async def tokens() -> float:
+        return float(sum(asked))
+
+    async with engine(handler) as url:
+        some, settings = Connector("Some", tokens), Settings(max_resumes=resumes)
+        await loaded.extended(url, "m", baseline(8, 1), FOUND, some, allowed=ALLOWED, settings=settings)
+    assert len(asked) == 1 + resumes
 
 
 async def test_no_answer_counts_if_the_engine_has_loaded_few_of_the_requests_of_a_prompt() -> None:

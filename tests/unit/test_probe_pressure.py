@@ -8,7 +8,7 @@ from kvpilot_probes import pressure
 from kvpilot_probes.errors import ContextNotHeld
 from kvpilot_probes.pressure import FILL_ANSWER_TOKENS, PRESSURE, Filled, Pool, fill
 from kvpilot_probes.sequential import Allowed, Answer, decide
-from kvpilot_probes.session import Settings
+from kvpilot_probes.session import USUAL, Settings
 from support.probe_engine import Body, Handler, Writer, baseline, counting, engine, event, respond, stream, tokens_of
 
 CONTEXT = 2048
@@ -42,9 +42,8 @@ class Engine:
                 await asyncio.sleep(0.05)
             await counting(path, body, writer)
 
-    async def fill(self) -> Filled:
+    async def fill(self, settings: Settings = USUAL) -> Filled:
         async with engine(self.handler) as url:
-            settings = Settings(tokens=8)
             return await fill(url, "m", baseline(prompts=20), look=self.look, allowed=ALLOWED, settings=settings)
 
 
@@ -74,6 +73,15 @@ async def test_damage_that_only_a_full_cache_shows_fails_the_bucket_pressure() -
     filled = await Engine(garbage).fill()
     outcome = decide(filled.seen, ["general", PRESSURE], ALLOWED, ended=True)
     assert (outcome.answer, outcome.failed) == (Answer.FAILED, PRESSURE)
+
+
+async def test_under_pressure_an_answer_is_resumed_at_most_as_often_as_the_settings_allow() -> None:
+    async def wrong(_path: str, body: Body, writer: Writer) -> None:
+        stream(writer, *[event("token_id:7777", {"token_id:7777": -0.1, "token_id:9999": -3.0})] * body["max_tokens"])
+
+    one = Engine(wrong)
+    filled = await one.fill(Settings(max_resumes=0))
+    assert one.short == len(filled.seen) > 0
 
 
 async def test_nan_logprobs_are_counted_under_pressure_too() -> None:
