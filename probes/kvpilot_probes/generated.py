@@ -63,11 +63,13 @@ class Rendered(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Tokens of the context that a pack may use, tokens of a usual answer, and the seed of generated texts."""
+    """Tokens of the context that a pack may use, tokens of a usual answer, the seed of generated texts, and a list to
+    which `_images` adds refused prompts."""
 
     context: int
     answer: int
     seed: int
+    left_out: list[str]
 
 
 def most_resumes(tokens: Sequence[int], usual: int) -> int:
@@ -116,7 +118,7 @@ async def check_alike(engine: EngineClient, baseline: Baseline) -> int:
 async def rendered(
     engine: EngineClient, prompts: Sequence[ProbePrompt], context: int, settings: Settings, progress: Callable[[], None]
 ) -> tuple[list[Rendered], tuple[str, ...]]:
-    """Return all prompts with their tokens, and the names of built-in prompts that are left out.
+    """Return all prompts with their tokens, and the names of built-in prompts and packs that are left out.
 
     The context cannot hold them, or the engine refuses images. The name then has the refusal's words in parentheses.
     Call `progress` after each prompt or pack. Raise `NothingFits` if the context cannot hold one of the user's own
@@ -126,7 +128,7 @@ async def rendered(
     left_out: list[str] = []
     answer = settings.tokens
     for prompt in prompts:
-        room = Room(min(context, prompt.context or context), answer, settings.seed)
+        room = Room(min(context, prompt.context or context), answer, settings.seed, left_out)
         name = f"{prompt.pack}/{prompt.name}" if prompt.messages else prompt.pack
         try:
             made = await (_one if prompt.messages else _MAKERS[prompt.bucket])(engine, prompt, room)
@@ -277,14 +279,24 @@ async def _reasoning(engine: EngineClient, plan: ProbePrompt, room: Room) -> lis
 
 
 async def _images(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
-    """Return questions about images. Raise `EngineRefused` if the model takes no images."""
+    """Return questions about images, without refused ones. Raise `EngineRefused` if the engine refuses all of them."""
     found: list[Rendered] = []
-    for image in images.questions(room.seed):
-        tokens = (await engine.tokenize_chat(image.chat())).tokens
+    refused: list[tuple[str, EngineRefused]] = []
+    for index, image in enumerate(images.questions(room.seed)):
+        name = f"{image.width}x{image.height}-{index}"
+        try:
+            tokens = (await engine.tokenize_chat(image.chat())).tokens
+        except EngineRefused as refusal:
+            if refusal.status != 400:
+                raise
+            refused.append((name, refusal))
+            continue
         if len(tokens) + room.answer <= room.context:
-            name = f"{image.width}x{image.height}-{len(found)}"
             prompt = ProbePrompt(plan.pack, name, (Message("user", image.text),), bucket=plan.bucket)
             found.append(Rendered(prompt, tokens, room.answer, image=image))
+    if refused and not found:
+        raise refused[0][1]
+    room.left_out.extend(f"{plan.pack}/{name} ({refusal.excerpt})" for name, refusal in refused)
     return found
 
 

@@ -185,6 +185,7 @@ async def _measure(
         planned=(*planned, TASKS) if over() and any(wanted) else planned,
         tasks=compared_tasks(results),
         cut=over(),
+        refused=sum(name.startswith(f"{IMAGES}/") for name in baseline.left_out),
     )
 
 

@@ -102,6 +102,7 @@ class Measurement:
     - `tasks`: number of tasks that each engine has solved, by bucket.
     - `broken`: number of positions with logprobs that are not numbers.
     - `cut`: True if time ran out before all prompts were measured.
+    - `refused`: number of prompts with an image that the 16-bit engine refused, although it took others.
     """
 
     prompts: int
@@ -119,6 +120,7 @@ class Measurement:
     tasks: tuple[Tasks, ...] = ()
     broken: int = 0
     cut: bool = False
+    refused: int = 0
 
     def extended(
         self, bucket: str, compared: Sequence[Compared], tokens: int, milliseconds: int, *, cut: bool = False
@@ -201,6 +203,7 @@ def summarise(
     planned: Sequence[str] = (),
     tasks: tuple[Tasks, ...] = (),
     cut: bool = False,
+    refused: int = 0,
 ) -> Measurement:
     """Return the measurement of all compared positions. The order of the positions affects only `seen`."""
     return Measurement(
@@ -219,6 +222,7 @@ def summarise(
         tasks=tasks,
         broken=sum(c.broken for c in compared),
         cut=cut,
+        refused=refused,
     )
 
 

@@ -2,18 +2,21 @@
 
 import io
 import json
+from datetime import UTC, datetime
 from typing import Any
 from zlib import crc32
 
 import pytest
 from PIL import Image
 
+from kvpilot_operator.api.rollout import Accuracy
+from kvpilot_operator.decide import described, judge
 from kvpilot_probes import codec, images, packs, pressure
 from kvpilot_probes.answers import read_chat
 from kvpilot_probes.codec import Baseline
 from kvpilot_probes.errors import EngineRefused, EnginesDiffer, MalformedAnswer, NothingFits
 from kvpilot_probes.reread import chosen
-from kvpilot_probes.run import capture, measure
+from kvpilot_probes.run import capture, control, measure
 from support.probe_engine import SETTINGS, Body, Handler, Writer, engine, reading, respond, stream
 
 IMAGE = [9_000_000] * 40
@@ -140,6 +143,40 @@ async def test_a_model_that_takes_no_images_is_probed_without_the_pack_of_images
     assert set(found.planned) - {seen.bucket for seen in found.seen} == {"images"}
     with pytest.raises(NothingFits, match="not a multimodal model"):
         await captured(refusing, "builtin/images")
+
+
+async def test_a_refusal_of_some_images_leaves_out_only_these_and_the_result_says_so() -> None:
+    async def choosy(path: str, body: Body, writer: Writer) -> None:
+        if path == "/tokenize" and "child" in json.dumps(body) and "largest" in json.dumps(body):
+            respond(writer, b'{"error": {"message": "too many tiles", "code": 400}}', "400 Bad Request")
+        else:
+            await seeing()(path, body, writer)
+
+    kept = await captured(choosy, "builtin/images")
+    names = [prompt.name.removeprefix("builtin/images/") for prompt in kept.prompts]
+    assert names == ["224x224-0", "224x224-1", "448x448-2", "640x360-4", "640x360-5", "300x600-6"]
+    assert [name.partition(" (")[0] for name in kept.left_out] == [
+        "builtin/images/448x448-3",
+        "builtin/images/300x600-7",
+    ]
+    assert all("too many tiles" in name for name in kept.left_out)
+    async with engine(seeing()) as url:
+        noise = await control(url, "m", kept, settings=SETTINGS)
+        found = await measure(url, "m", kept, settings=SETTINGS)
+    assert (found.planned, len(found.seen)) == (("images",), 6)
+    judged = judge(found, described(codec.with_control(kept, noise, datetime.now(UTC))), Accuracy())
+    assert (judged.verdict, judged.covered.split("; ")[:2]) == ("Passed", ["images", "not: 2 refused images"])
+
+
+async def test_an_engine_that_fails_at_one_image_is_an_error_and_no_refusal() -> None:
+    async def failing(path: str, body: Body, writer: Writer) -> None:
+        if path == "/tokenize" and "child" in json.dumps(body):
+            respond(writer, b"{}", "500 Internal Server Error")
+        else:
+            await seeing()(path, body, writer)
+
+    with pytest.raises(EngineRefused, match="HTTP 500"):
+        await captured(failing, "builtin/general", "builtin/images")
 
 
 async def test_a_canary_that_alone_refuses_images_is_an_error_with_the_cause() -> None:
