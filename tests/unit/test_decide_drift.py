@@ -95,6 +95,14 @@ def test_a_dtype_has_drifted_only_after_as_many_failed_probes_in_a_row_as_the_sp
     ]
 
 
+@pytest.mark.parametrize(("gpus", "said"), [(2, ", at most 2,880 GPU-seconds a day"), (0, "")])
+def test_the_status_tells_the_gpu_seconds_a_day_of_periodic_probes(gpus: int, said: str):
+    cluster = serving(engine={"resources": {"limits": {"nvidia.com/gpu": gpus} if gpus else {}}})
+    last = cluster.run_on(1).status.accuracy.last
+    # A run takes 1 s on two GPUs, once in 60 s.
+    assert last is not None and (last.covered or "").partition(" tokens in ")[2] == f"1 s{said}"
+
+
 def test_a_passed_probe_after_failed_ones_resets_their_count_and_is_reported():
     cluster = serving(accuracy={"onFailure": "Report"})
     cluster.outcomes = {0: GARBAGE}

@@ -24,8 +24,7 @@ SOUND_AGREEMENT_PERCENT = 98
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Verdict on a probe. `message` has the figures. `covered` names the buckets (kinds of prompts) with and without a
-    verdict."""
+    """Verdict on a probe. `message` has the figures, `covered` the buckets (kinds of prompts) with and without one."""
 
     verdict: Verdict
     reason: str
@@ -49,9 +48,8 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
     )
     left = (*outcome.open, *((f"{found.refused} refused images",) if found.refused else ()))
     uncovered = f"not: {', '.join(left)}; " if left else ""
-    cost = (
-        f"{found.tokens:,} tokens in {found.milliseconds / 1000:.0f} s{', when its time was over' if found.cut else ''}"
-    )
+    late = ", when its time was over" if found.cut else ""
+    cost = f"{found.tokens:,} tokens in {found.milliseconds / 1000:.0f} s{late}"
     covered = f"{', '.join(outcome.sound) or 'nothing'}; {uncovered}{cost}"
     for tasks in found.tasks:
         if baseline_worse(tasks):

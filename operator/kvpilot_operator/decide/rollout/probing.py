@@ -81,6 +81,8 @@ def _judge(c: Context, asked: Request, outcome: Found, kept: Baseline | None) ->
         judgement = judge(outcome, kept, c.spec.accuracy)
         answers = both_answers(outcome, side.dtype) if judgement.verdict == Verdict.FAILED else None
         c = c if answers is None else c.event("AnswersDiffer", answers, warning=True)
+        used = 0 if c.canary else outcome.milliseconds / 1000 * c.spec.engine.gpu_limit * c.spec.engine.nodes
+        cost = f", at most {used * 86_400 / c.spec.accuracy.period_seconds:,.0f} GPU-seconds a day" if used else ""
         last = Measured(
             revision=side.revision,
             dtype=side.dtype,
@@ -89,7 +91,7 @@ def _judge(c: Context, asked: Request, outcome: Found, kept: Baseline | None) ->
             probe_time=c.now,
             excess_kl_micronats=judgement.excess_kl_micronats,
             top1_agreement_permille=outcome.top1_agreement_permille,
-            covered=clip(judgement.covered, 253) or None,
+            covered=clip(judgement.covered and judgement.covered + cost, 253) or None,
         )
         return drift.count(c, last, judgement) if c.canary is None else _count(c.set_accuracy(last=last), judgement)
     if not isinstance(outcome, ProbeFailed) or isinstance(asked, Find):
