@@ -90,6 +90,9 @@ MODES = (
          engine="reference"),
 )  # fmt: skip
 
-DRAFTS = "auto with drafts"
-HEALTHY = ("auto", DRAFTS, "k8v4", "k4v4", "fp8")
-"""Canaries without damage, which the gate must promote. The first word of a name is the dtype."""
+DRAFTS, HOST, IMAGES = "drafts", "host memory", "images"
+HEALTHY = (
+    "auto", f"auto with {DRAFTS}", "k8v4", "k4v4", "fp8", f"auto with {HOST}", f"k4v4 with {HOST}",
+    f"k4v4 with {IMAGES}",
+)  # fmt: skip
+"""Canaries without damage, which the gate must promote. Each name has the dtype and, after "with", what else runs."""

@@ -40,18 +40,22 @@ def _mode(mode: Mode, row: dict[str, Any] | None) -> str:
 
 
 def healthy(rows: dict[str, Any]) -> str:
-    """Return a table of the canaries without damage. The entry `stages` of such a canary has one item for each run."""
-    lines = ["| canary | runs | failed | mean KL, millinats | prompts | seconds |", "|---|---|---|---|---|---|"]
+    """Return a table of the canaries without damage. Several runs of a canary repeat its stages."""
+    lines = [
+        "| canary | stages | runs | failed | mean KL, millinats | prompts | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name in HEALTHY:
         if (row := rows.get(name)) is not None:
-            runs = row["stages"]
-            failed = sum(one["verdict"] != "Passed" for one in runs)
-            means = [one["mean_kl_millinats"] for one in runs]
+            stages = row["stages"]
+            names = dict.fromkeys(f"`{one['stage']}`" for one in stages)
+            means = [one["mean_kl_millinats"] for one in stages]
             cells = (
-                str(len(runs)),
-                str(failed),
+                ", ".join(names),
+                str(len(stages) // len(names)),
+                str(sum(one["verdict"] != "Passed" for one in stages)),
                 " to ".join(dict.fromkeys(f"{mean:.1f}" for mean in (min(means), max(means)))),
-                *_cost(runs),
+                *_cost(stages),
             )
             lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)

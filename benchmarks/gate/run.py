@@ -7,6 +7,7 @@ row of docs/benchmarks/gate.json. Without arguments, the program runs the rows t
 
 import asyncio
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
+
 from benchmarks.gate import engines
-from benchmarks.gate.modes import CONNECTOR, DEFAULT, DRAFTS, HEALTHY, MODES, PRESSURE, SHARED, Mode
+from benchmarks.gate.modes import CONNECTOR, DEFAULT, DRAFTS, HEALTHY, HOST, IMAGES, MODES, PRESSURE, SHARED, Mode
 from kvpilot_cli.validate import command as validate
 from kvpilot_operator.api.rollout import Accuracy, Canary
 from kvpilot_operator.api.words import Verdict
@@ -46,6 +49,8 @@ OWN_SETS = {**SETS, "images": ("builtin/images",)}
 SETTINGS = Settings(budget_seconds=Canary().progress_deadline_seconds / 2, deadline_seconds=3600)
 # The operator gives the pressure stage 180 s. Two busy cores take many times longer than a GPU to fill the KV cache.
 PRESSURE_SECONDS = 240.0
+# A larger pool than usual: it evicts no prompt, so only the stage CONNECTOR loads any.
+OFFLOAD = ("--kv-offloading-size=1", "--num-gpu-blocks-override=340")
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
 
 
@@ -126,7 +131,9 @@ def _row(name: str, judged: Judgement, found: Measurement) -> dict[str, Any]:
         "prompts": found.prompts,
         "seconds": round(found.milliseconds / 1000),
         "mean_kl_millinats": round(found.mean_kl_micronats / 1000, 2),
-    }
+        "buckets": {bucket: [round(1000 * one.kl, 2) for one in found.seen if one.bucket == bucket]
+                    for bucket in found.planned},
+    }  # fmt: skip
 
 
 def _error(name: str, reason: str, message: str, began: float) -> dict[str, Any]:
@@ -149,11 +156,12 @@ class Matrix:
         """Return the position of a mode's row on the command line, so that rows run in this order."""
         return self._only.index(mode.name) if self._only else 0
 
-    def add(self, name: str, stages: list[dict[str, Any]]) -> None:
-        """Store the results of a row in the JSON file, and print them."""
-        self.rows[name] = {"date": datetime.now(UTC).date().isoformat(), "stages": stages}
-        about = {"model": "SmolLM2-135M", "vllm": version("vllm"), "context": engines.CONTEXT}
-        text = json.dumps({**about, "pool": engines.POOL_TOKENS, "rows": self.rows}, indent=1)
+    def add(self, name: str, stages: list[dict[str, Any]], about: Mapping[str, Any] | None = None) -> None:
+        """Store the results of a row in the JSON file, and print them. `about` has facts of the whole row."""
+        self.rows[name] = {"date": datetime.now(UTC).date().isoformat(), **(about or {}), "stages": stages}
+        facts = {"model": "SmolLM2-135M", "vllm": version("vllm"), "context": engines.CONTEXT}
+        text = json.dumps({**facts, "pool": engines.POOL_TOKENS, "rows": self.rows}, indent=1)
+        text = re.sub(r"\[([\d.,\s]+)\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)  # one line a list
         self._out.write_text(text + "\n")
         last = stages[-1]
         print(name, *(f"{s['stage']}: {s['verdict']} {s['prompts']} prompts {s['seconds']} s" for s in stages),
@@ -184,11 +192,30 @@ def _baselines(folder: Path) -> dict[str, Baseline]:
 
 def _healthy(matrix: Matrix, kept: Mapping[str, Baseline], folder: Path) -> None:
     for name in HEALTHY:
-        if matrix.wants(name):
-            arguments = (f"--speculative-config={NGRAM}",) if name == DRAFTS else ()
-            with engines.canary(name.split()[0], folder, *arguments) as running:
-                engines.switch(running, folder, "")
-                matrix.add(name, judged(running.url, kept, (DEFAULT,)))
+        if not matrix.wants(name):
+            continue
+        dtype, _, also = name.partition(" with ")
+        arguments = {DRAFTS: (f"--speculative-config={NGRAM}",), HOST: OFFLOAD}.get(also, ())
+        stages = {HOST: (DEFAULT, CONNECTOR), IMAGES: (IMAGES,)}.get(also, (DEFAULT,))
+        model = seeing_smollm2() if also == IMAGES else None
+        about = {}
+        if model is not None:
+            with engines.canary("auto", folder, model=model) as running:
+                kept = {**kept, IMAGES: captured(running.url, IMAGES)}
+                about = {"baseline": _described(kept[IMAGES])}
+        with engines.canary(dtype, folder, *arguments, model=model) as running:
+            engines.switch(running, folder, "")
+            matrix.add(name, judged(running.url, kept, stages), about)
+
+
+def _described(kept: Baseline) -> dict[str, Any]:
+    """Return the figures of the control, and the tokens of each prompt and of its answer."""
+    return {
+        "left_out": kept.left_out,
+        "control": msgspec.to_builtins(kept.control),
+        "prompt_tokens": [len(prompt.tokens) for prompt in kept.prompts],
+        "answer_tokens": [len(prompt.answer) for prompt in kept.prompts],
+    }
 
 
 def _shared(matrix: Matrix, kept: Mapping[str, Baseline], folder: Path) -> None:
@@ -227,8 +254,7 @@ def _own_engine(mode: Mode, kept: Mapping[str, Baseline], folder: Path) -> list[
             return judged(running.url, kept, mode.stages)
     dtype, arguments, model = {
         "drafts": ("auto", (f"--speculative-config={NGRAM}",), None),
-        # A larger pool than usual: it evicts no prompt, so only the stage CONNECTOR loads any.
-        "offload": ("auto", ("--kv-offloading-size=1", "--num-gpu-blocks-override=340"), None),
+        "offload": ("auto", OFFLOAD, None),
         "full-context": ("auto", (), None),
         "tokenizer": ("auto", (), engines.with_other_tokenizer(folder)),
     }[mode.engine]
