@@ -72,11 +72,11 @@ class Base:
 
 
 class Tally:
-    """Comparison of one row (one codec) with the bf16 baseline, one list entry per token.
+    """Comparison of one row (one codec) with the bf16 baseline. Each list has one value for each token.
 
     Attributes:
         kl: KL divergence of the row from the baseline, in thousandths of a nat.
-        agree: 1 if both have the same most likely token, else 0.
+        agree: 1 if row and baseline have the same most likely token, else 0.
         loss: log-probability of the text's next token in the baseline, minus that in the row, in nats.
         at: position in the sequence.
         text: name of the text.
@@ -172,7 +172,7 @@ def compare(probe: Probe, texts: list[Sequence], rows: dict[str, Reading], raw: 
 
 
 def control(folder: Path, texts: list[Sequence]) -> dict[str, Any]:
-    """Compare two runs in bf16 whose attention kernels differ, as those of prefill and decode differ in an engine."""
+    """Compare two bf16 runs whose attention kernels differ, as an engine's kernels for prefill and decode do."""
     probe, tally = Probe(folder, torch.bfloat16), Tally()
     for text, tokens in texts:
         probe.rounded = False

@@ -1,8 +1,9 @@
 """Model in transformers whose attention reads the keys and values that a KV cache would return.
 
 For each row of the accuracy table (`accuracy_rows`), a `Reading` has the rules by which keys (after RoPE) and values
-are quantized and read. They also apply to the query's own token. So one pass over a text computes the result of a
-decode step at every position. Layers with a sliding window use a 16-bit cache, as in an engine with default settings.
+are quantized and read. These rules also apply to the query's own token. So one pass over a text computes the result
+of a decode step at every position. Layers with a sliding window use a 16-bit cache, as in an engine with default
+settings.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Needle task: a long text hides facts at several depths, and the end of the prompt asks for them.
 
-A prompt holds five facts, "The magic number of CITY is DDDDD.", at 0.1, 0.3, 0.5, 0.7 and 0.9 of a text. It ends with
-the same five sentences in another order. A needle counts as found if each digit of its number is the model's most
-likely token, given the digits before it.
+A prompt is a text with five facts (needles), "The magic number of CITY is DDDDD.", at 0.1, 0.3, 0.5, 0.7 and 0.9 of its
+length. The prompt ends with the same five sentences in another order. A needle counts as found if each digit of its
+number is the model's most likely token, given the digits before it.
 """
 
 import random
@@ -27,8 +27,8 @@ def needles(
 ) -> dict[str, Any]:
     """Ask for every hidden fact (needle). Return how many were found, how many were hidden, and log-probabilities.
 
-    Needles are counted by context length and depth. A log-probability is that of all tokens of a fact's number,
-    averaged over the facts of a context length.
+    Needles are counted by context length and depth. Each log-probability is a sum over the tokens of a
+    fact's number, averaged over the facts of a context length.
 
     Args:
         text: tokens of the text that hides the needles (`TEXT`).

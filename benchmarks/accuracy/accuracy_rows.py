@@ -37,10 +37,10 @@ OTHER_WINDOWS = ("k4v2+self+w64",)
 """Rows with a window other than the default."""
 
 AGAINST_EXACT = ("k4v4+self+w128+first128", "k4v4+self+w128")
-"""Rows to compare with `kvarn_k4v4+exact`, which keeps the first 128 tokens and the open tile in 16 bits."""
+"""Rows to compare with `kvarn_k4v4+exact`, which keeps the first 128 tokens and the unfinished tile in 16 bits."""
 
 CONTEXT = 4096
-"""Context in tokens, over which bits per element spread data outside pages, such as the ring."""
+"""Number of tokens among which `bits` divides data outside pages, such as the ring."""
 
 _PAGE = 64
 """Number of tokens in a page, which determines the size of a ring."""
@@ -56,7 +56,7 @@ class Reading:
         fine: function that returns a layer's codec for these tokens; None for 16 bits.
         first: number of a sequence's first tokens that are kept in 16 bits.
         hit: number of a sequence's first tokens that come from the prefix cache. Their own queries attend in 16 bits,
-            as in a prefill, and the ring holds none of them.
+            as in a prefill, and the ring holds none of these tokens.
     """
 
     pages: ByLayer
@@ -67,7 +67,7 @@ class Reading:
 
 
 def rivals() -> dict[str, Codec]:
-    """Return the codecs of other projects by name. Each serves all layers."""
+    """Return the codecs of other projects by name. Each codec serves all layers."""
     found = [plain.fp8_e4m3(), plain.int4_raw(), plain.int4_per_token_head(), turboquant(4), turboquant(3), kivi(2)]
     found += [kvarn(4, v, exact_ends=exact) for v in (4, 2) for exact in (False, True)]
     return {codec.name: codec for codec in found}

@@ -1,8 +1,8 @@
 """Texts of the accuracy table: real, freely available, and not part of this repository.
 
 The table is computed on Newton's *Opticks* (1704), the manual of GNU coreutils (Debian's info page), Python's language
-reference (`pydoc_data.topics`) and source code of Python's standard library. *Opticks* is in the source package of
-libbacktrace, which apache-tvm-ffi contains, a requirement of vLLM.
+reference (`pydoc_data.topics`) and source code of Python's standard library. *Opticks* is a file of libbacktrace's
+sources. These are in the package apache-tvm-ffi, which vLLM requires.
 """
 
 import ast

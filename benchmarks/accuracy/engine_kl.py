@@ -55,7 +55,7 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file into which the figures are merged")
-    parser.add_argument("--rows", default=ROWS, help="comma-separated (default: %(default)s)")
+    parser.add_argument("--rows", default=ROWS, help="rows of the table, comma-separated (default: %(default)s)")
     parser.add_argument("--hit", type=int, default=0, help="number of tokens from the prefix cache, in whole blocks")
     parser.add_argument("--sequences", type=int, help="number of the table's texts to use (default: all)")
     parser.add_argument(
@@ -113,7 +113,7 @@ def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[
 
 
 def unlike(probe: Probe, found: dict[str, Any], texts: list[Sequence], hit: int) -> float:
-    """Return the largest difference, in nats, of an engine's log-probabilities from those of its recorded states.
+    """Return the largest difference, in nats, between log-probabilities of an engine and of its recorded states.
 
     Leave out the first `hit` tokens of each text. A small difference shows that the recorded states are right.
     """
@@ -144,7 +144,7 @@ def compared(probe: Probe, found: dict[str, Any], base: dict[str, Any], texts: l
 
 
 def cut(args: argparse.Namespace, probe: Probe) -> list[Sequence]:
-    """Return the texts. With `--hit`, cut them into pieces of as many tokens as the hit and `AFTER_HIT` together."""
+    """Return the texts. With `--hit`, cut them into pieces of `hit` + `AFTER_HIT` tokens."""
     whole = torch.load(args.texts)["evaluation"] if args.texts else sequences(probe.tokenizer, PLAN)
     whole = [(name, tokens[: args.tokens].to(args.device)) for name, tokens in whole[: args.sequences]]
     if not args.hit:

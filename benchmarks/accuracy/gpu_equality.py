@@ -149,7 +149,7 @@ def prompts_of(model: Path, count: int) -> list[list[int]]:
 
 
 def variants(args: argparse.Namespace, model: Path) -> dict[str, tuple[bool, dict[str, Any]]]:
-    """Return the variants by name: True if the variant sends all prompts at once, and its engine arguments."""
+    """Return each variant by name, as (True if it sends all prompts at once, its engine arguments)."""
     alone = {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 1,
              "max_num_batched_tokens": MAX_MODEL_LEN}  # fmt: skip
     # vLLM keeps one block for itself, so add one.

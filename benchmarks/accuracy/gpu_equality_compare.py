@@ -20,8 +20,8 @@ def agreement(reference: list[Answer], other: list[Answer]) -> dict[str, Any]:
     - `answers_equal`: share of answers in which all tokens are equal.
     - `tokens_equal`: share of tokens that come before the first difference in their answer.
     - `top1_equal`: share of positions at which the most likely token is the same.
-    - `mean_logprob_difference`: mean difference between both runs' logprobs of the first run's token, in nats.
-    - `mean_kl`, `p99_kl`: KL divergence over `positions` positions, in nats.
+    - `mean_logprob_difference`: mean difference between the two runs' logprobs for the first run's token, in nats.
+    - `mean_kl`, `p99_kl`: mean and 99th percentile of the KL divergence over `positions` positions, in nats.
     - `not_a_number`: positions that are left out because an engine returned NaN, which a correct engine never does.
     """
     prefixes, tokens, whole = 0, 0, 0

@@ -74,8 +74,8 @@ GEMMA4 = Case(engine={"attention_config": {"flash_attn_version": 3}},
 
 
 CASES: dict[str, Case] = {
-    # FlashAttention's sinks need bfloat16. Its rounding could select other experts and so change answers, so every
-    # token uses all experts.
+    # FlashAttention's sinks need bfloat16. Rounding to bfloat16 could select other experts and so change answers, so
+    # let every token use all experts.
     "gpt-oss": Case("bfloat16", {"num_experts_per_tok": 4}),
     # vLLM refuses float16 for Gemma 2 and Gemma 3.
     "gemma3": Case("bfloat16"),
@@ -96,7 +96,7 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(CASES), help="comma-separated (default: %(default)s)")
-    parser.add_argument("--runs", default=",".join(RUNS), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--runs", default=",".join(RUNS), help="kinds of runs, comma-separated (default: %(default)s)")
     shared_arguments(parser, engines=8)
     return parser.parse_args()
 
@@ -148,7 +148,7 @@ def asked(args: argparse.Namespace, name: str, run: str, model: Path, out: Path)
 
 
 def made(names: list[str], folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """Create the models. Return them, and the errors of those that could not be created."""
+    """Create the models. Return their folders, and the errors of models that could not be created."""
     found, failed = dict[str, Path](), dict[str, str]()
     for name in names:
         try:

@@ -22,8 +22,8 @@ class Asked(Job):
 
     Attributes:
         env: additional environment variables.
-        room: number of requests of the largest length for which the cache keeps blocks. The other blocks are taken
-            away, so that requests are preempted. 0 leaves the whole cache.
+        room: size of the cache, as a number of requests of the largest length. Further blocks are taken away, so that
+            requests are preempted. 0 leaves the whole cache.
         how: kind of requests, a key of `HOW`.
         more: arguments for this kind of requests.
     """
@@ -37,7 +37,7 @@ class Asked(Job):
 def start(asked: Asked) -> tuple[Any, dict[str, Any]]:
     """Start the engine, and reduce its cache to `room`.
 
-    Return the engine, and the sizes of its KV-cache groups, its number of free blocks and its mode of CUDA graphs.
+    Return the engine and these facts: the sizes of its KV-cache groups, its free blocks and its mode of CUDA graphs.
     """
     from vllm import LLM
 

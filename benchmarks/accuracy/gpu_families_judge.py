@@ -7,7 +7,7 @@ predictions with those of the oracle, for every token of every answer.
 With the default window and factors, answers of `k4v4` depend on a request's history: the tokens in the window, and the
 part of a prompt that was read back from pages. The oracle does not know this history. So the verdict compares the
 *damage* of `k4v4` (its divergence from the oracle without the codec) with that of the bare codec. It also compares the
-crowded run with the run alone.
+*crowded* run with the *alone* run (see gpu_families.py).
 """
 
 import math
@@ -22,24 +22,26 @@ from benchmarks.accuracy.gpu_equality_compare import Answer, agreement, divergen
 from kvpilot_smallmodels.oracle import Oracle
 
 NEAR = 0.25
-"""Largest allowed quotient: an engine's divergence from its own dtype's oracle, over that from the other oracle."""
+"""Largest allowed ratio of an engine's divergence from its own dtype's oracle to that from the other dtype's oracle."""
 ROUNDED = 3.0
 """Largest allowed divergence of the bare codec from its oracle, relative to the sum of two other divergences.
 
-One is the divergence that rounding of codes causes, the other that of `auto` from its own oracle.
+One is the divergence that rounding of codes causes. The other is the divergence of `auto` from its own oracle.
 
 A value near the edge between two codes may round to either code. If a group's scale changes by one step, all its codes
 may change.
 """
 SERVED = 1.25
-"""Largest allowed damage of `k4v4` with its window and factors, relative to that of the bare codec. Expect less than 1.
+"""Largest allowed damage of `k4v4` with its window and factors, relative to that of the bare codec.
+
+The expected ratio is below 1.
 """
 FAULT = 0.5
 """Largest allowed divergence of an engine from its oracle, relative to that from an oracle that misreads a block."""
 CROWD = 3.0
-"""Factor in the largest allowed divergence of a crowded run from the run alone.
+"""Factor in the largest allowed divergence of a dtype's *crowded* run from its *alone* run.
 
-The limit is the dtype's own damage, plus this many times the divergence between the two runs of `auto`.
+The limit is the dtype's own damage, plus this factor times the divergence between the two runs of `auto`.
 """
 BLOCK = 16
 """Number of tokens that the faulty oracle misreads."""
@@ -131,7 +133,7 @@ def far(figures: Figures, name: str) -> float:
 
 
 def verdict(figures: Figures) -> str:
-    """Return `served and right`, or the faults. Compare the crowded run only if the run alone has answers."""
+    """Return `served and right`, or the faults. Compare the *crowded* run only if the *alone* run has answers."""
     errors = {name: error for name, error in figures["errors"].items() if not name.endswith("/alone")}
     if errors:
         return "not served: " + "; ".join(f"{name}: {error}" for name, error in errors.items())

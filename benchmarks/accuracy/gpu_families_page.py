@@ -74,7 +74,7 @@ COLUMNS = {
     "as served from transformers without the codec": "k4v4/crowded from oracle auto",
     "as served: crowd from alone": "k4v4/crowded from k4v4/alone",
 }
-"""Column titles of the families' table, and the distance that each column shows."""
+"""Column titles of the families' table, and the name of the figure that each column shows."""
 
 
 def table(rows: Rows) -> list[str]:

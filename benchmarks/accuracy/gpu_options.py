@@ -24,7 +24,7 @@ from kvpilot_smallmodels.families import VOCABULARY, make
 
 MODEL, EXPERTS, DTYPE = "plain", "qwen3-moe", "float16"
 WIDTH = 2
-"""Number of GPUs of an engine that runs on several."""
+"""Number of GPUs of an engine that runs on several GPUs."""
 SPREAD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tensor parallel": (MODEL, "answers", {"tensor_parallel_size": WIDTH}),
     "pipeline parallel": (MODEL, "answers", {"pipeline_parallel_size": WIDTH}),
@@ -41,7 +41,8 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1, choices=(1, WIDTH))
-    parser.add_argument("--what", help=f"comma-separated: {', '.join(ON_ONE)}; on two GPUs {', '.join(SPREAD)}")
+    parser.add_argument("--what", help=f"features, comma-separated: {', '.join(ON_ONE)}; "
+                        f"on two GPUs {', '.join(SPREAD)}")  # fmt: skip
     shared_arguments(parser, engines=4)
     return parser.parse_args()
 
@@ -141,7 +142,7 @@ def rows_of_two(told: dict[str, Any], models: dict[str, Path], what: str) -> Row
 
 
 def made(scratch: Path) -> dict[str, Path]:
-    """Create both models, a tokenizer and an adapter for the first model, and that model with the adapter merged."""
+    """Create the models, and for MODEL also a tokenizer, an adapter, and a copy with the adapter merged into it."""
     models = {name: make(name, scratch / name) for name in (MODEL, EXPERTS)}
     tokenizer(models[MODEL])
     models |= {name: scratch / name for name in ("adapter", "merged")}

@@ -37,7 +37,7 @@ def pair(runs: Runs, name: str, against: Runs, reference: str) -> dict[str, Any]
 
 
 def fp8_row(fp8: Runs, plain: Runs) -> dict[str, Any]:
-    """Judge fp8 weights: the cache must do about the same damage as with 16-bit weights, crowded and alone."""
+    """Judge `k4v4` with fp8 weights: its damage must be about as large as with 16-bit weights, even in a crowd."""
     if error := failed(fp8, plain):
         return {"verdict": f"not served: {error}"}
     figures = {
@@ -56,7 +56,7 @@ def fp8_row(fp8: Runs, plain: Runs) -> dict[str, Any]:
 
 
 def sleep_row(runs: Runs) -> dict[str, Any]:
-    """Judge sleep mode: answers after a sleep may differ from the first answers only as much as those of a repeat."""
+    """Judge sleep mode: answers after a sleep may differ from the first answers only as much as repeated answers do."""
     if error := failed(runs):
         return {"verdict": f"not served: {error}"}
     figures, holds = dict[str, Any](), dict[str, bool]()

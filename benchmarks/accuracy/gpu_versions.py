@@ -4,8 +4,8 @@ Each case of `CASES` gets an engine in its own process, with a small random mode
 engine answers prompts of several lengths greedily in one batch, and once more from the prefix cache. The JSON file has
 vLLM's version, the token IDs, and the functions of vLLM that kvpilot replaced in the engine's process.
 
-`--compare a.json b.json` prints how many answers in two such files are equal. The program needs no network if
-PYTHONPATH has the version of vLLM.
+`--compare a.json b.json` prints how many answers in two such files are equal. To test a version of vLLM without a
+network, put it on PYTHONPATH.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def prompts(vocabulary: int) -> list[list[int]]:
 
 
 def compare(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Print the share of equal answers for each case that is in both files. Return True if all are equal."""
+    """Print the share of equal answers for each case that is in both files. Return True if all answers are equal."""
     print(f"vLLM {one['vllm']} on {one['device']} and vLLM {other['vllm']} on {other['device']}")
     alike = True
     for name in (name for name in one["cases"] if name in other["cases"]):

@@ -14,9 +14,9 @@ on the row:
 - rows `elastic-seen` and `elastic-limit`: also pages of a cached prefix that was idle for twice the longest time after
   which a prefix was lately reused.
 
-A step reads a share of its tokens at 8 bits, at the cost of `int8`. This share is the share of all blocks, running or
-cached, that have residuals. In row `elastic-limit`, `residual_limit` bounds the share. Pages beyond the bound stay, and
-may be read again later. The other rows are engines of `kvpilot backtest`.
+A step reads a share of its tokens at 8 bits, at the cost of an `int8` engine. This share equals the share of the
+blocks, running or cached, that have residuals. In row `elastic-limit`, `residual_limit` bounds the share. Pages beyond
+the bound stay, and may be read again later. The other rows are engines of `kvpilot backtest`.
 """
 
 import argparse
@@ -201,7 +201,7 @@ def simulate(profile: Profile, case: Case) -> dict[str, Any]:
 def cases() -> Iterator[Case]:
     """Yield the cases of the page's table, and then variants of it.
 
-    A variant has a tighter objective, another seed, or floors whose pages cached prefixes may take.
+    A variant has a tighter objective, another seed, or fewer residuals that may evict cached prefixes (`Case.firm`).
     """
     every = list(product(("agents", "chat"), (0.1, 0.2, 0.4, 0.6, 0.8)))
     rivals = ("k4v4", "elastic-limit")

@@ -3,7 +3,7 @@
     python -m benchmarks.accuracy.residuals --texts FOLDER --out FILE
 
 A block of 64 tokens has a base page, and may have a residual page that refines it to 8 bits. A query always reads the
-newest blocks, including its own block, at 8 bits (`--floors` sets their number). Of all older blocks, only a share
+newest blocks, including its own block, at 8 bits (`--floors` sets their number). Only a share of the older blocks
 keeps its residuals. The *order* decides which residuals are freed first:
 
 - `oldest`: residuals of the oldest blocks.
@@ -47,7 +47,7 @@ _AT_ONCE = 9216
 
 TODAY = "today"
 Kept = torch.Tensor | str | None
-"""Blocks to read at 8 bits, bool [sides, query blocks, key blocks]. TODAY means a ring instead, and None 16 bits."""
+"""Blocks to read at 8 bits, bool [sides, query blocks, key blocks]. TODAY means a ring, and None a 16-bit cache."""
 Rule = tuple[str, float, int]
 """Rule by which blocks keep residuals: order of freeing, share of older blocks that keep theirs, floor in blocks.
 
@@ -104,7 +104,7 @@ def _read_back(codec: Codec, fresh: Sides) -> Sides:
 
 
 def mixed(query: torch.Tensor, base: Sides, fine: Sides, kept: torch.Tensor, scale: float) -> torch.Tensor:
-    """Compute causal attention that reads some blocks with residuals and the other blocks without.
+    """Compute causal attention that reads some blocks with their residuals and the others without them.
 
     Args:
         query: [sequences, heads, tokens, D].

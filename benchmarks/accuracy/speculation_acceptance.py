@@ -1,6 +1,6 @@
 """Measure the share of accepted n-gram drafts by dtype: `python -m benchmarks.accuracy.speculation_acceptance`.
 
-SmolLM2-135M, with its real weights, answers greedily. A prompt is a piece of a text of docs/benchmarks/accuracy.md,
+SmolLM2-135M, with its real weights, answers greedily. A prompt is a piece of a text of the accuracy table,
 followed by the beginning of that piece. So the model quotes the rest, which is the typical use of n-gram speculation.
 Our dtypes have their defaults: calibration by the engine, and their recent window. Each dtype runs in its own process.
 Answers and drafts depend on the dtype, so `accepted` counts each dtype's own drafts.
@@ -25,7 +25,7 @@ from benchmarks.accuracy.accuracy_texts import EVALUATION, text
 from benchmarks.engine.gpu_engine_process import environment
 
 PIECE, QUOTED = 192, 48
-"""Approximate number of tokens of a piece of text, and of its beginning that the prompt repeats."""
+"""Approximate lengths, in tokens, of a piece of text and of its beginning, which the prompt repeats."""
 
 
 def prompts(name: str, count: int) -> list[str]:

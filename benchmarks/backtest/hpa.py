@@ -4,7 +4,7 @@ The rules follow Kubernetes 1.34's documentation:
 
 - desired = ceil(current * use / target). If use / target is within 0.1 of 1, nothing changes.
 - In a scale-out, a pod that is not ready counts as 0% used.
-- A scale-out adds at most four pods, or doubles them if that is more, within 15 s.
+- A scale-out adds at most four pods within 15 s, or as many as there are, if that is more.
 - A scale-in uses the highest recommendation of the last 300 s. It may remove any number of replicas at once.
 """
 

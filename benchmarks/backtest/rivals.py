@@ -74,7 +74,7 @@ def by_hpa(
         spec: limits of the number of replicas.
         dtype: dtype of all replicas.
         figure: function that returns the figure which the HPA keeps near `target`.
-        target: mean of `figure` over ready replicas.
+        target: mean of `figure` over ready replicas at which the HPA aims.
     """
     replicas = spec.scaling.clamp(spec.replicas)
     lowest, highest = max(1, spec.scaling.min_replicas), spec.scaling.max_replicas

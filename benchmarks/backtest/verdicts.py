@@ -22,8 +22,8 @@ def judge(pilot: Row, other: Row) -> str:
     """Return whether the pilot is `ahead` of, `equal` to or `behind` the other policy.
 
     - If only one policy has SERVED_PERCENT of good requests or more, it is ahead.
-    - If both have less, and their good requests differ by more than MORE_PERCENT of all requests, the one with more is
-      ahead.
+    - If both have less, and their good requests differ by more than MORE_PERCENT of all requests, the policy with
+      more of them is ahead.
     - Otherwise the policy with fewer GPU-hours per good request is ahead.
     """
     served = pilot.good_percent >= SERVED_PERCENT, other.good_percent >= SERVED_PERCENT
@@ -40,7 +40,7 @@ def judge(pilot: Row, other: Row) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return a sentence that compares the pilot with each other policy on one load; empty if one side is missing."""
+    """Return a sentence that compares the pilot with each other policy on a load; empty without a pilot or a rival."""
     pilot = next((r for r in rows if r.policy == "pilot"), None)
     if pilot is None or len(rows) == 1:
         return ""
@@ -62,7 +62,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def told(rows: Sequence[Row]) -> list[str]:
-    """Return the sentences of `verdict` for each load, and then that of `summary`; empty without a pilot."""
+    """Return the sentences of `verdict` for each load, and then the sentence of `summary`; empty without a pilot."""
     loads = dict.fromkeys(r.load for r in rows)
     found = [verdict([r for r in rows if r.load == load]) for load in loads]
     return [one for one in (*found, summary(rows)) if one]

@@ -7,7 +7,7 @@ docs/integrations/hpa-integration.md of llm-d-workload-variant-autoscaler):
 - The spare room below these limits is averaged over the replicas that are not saturated.
 - If the spare room is below 10 percentage points of KV cache or 3 requests, the WVA adds one replica, unless one is
   starting.
-- If the spare room would be at least that large with one replica fewer, the WVA removes one.
+- If the spare room would reach both values even with one replica fewer, the WVA removes one.
 - The rules run each minute, on each replica's peaks of that minute.
 - The HPA applies a recommendation that has not changed for 240 s, up or down.
 

@@ -71,7 +71,7 @@ async def both(running: Engine, dtype: str, baseline: Baseline | None) -> tuple[
 
 
 def main() -> int:
-    """Run every dtype and write the page. Ratios are to `auto` in the same run. `--page` only writes the page."""
+    """Measure every dtype, and write the figures and the page. With `--page`, only write the page."""
     if "--page" in sys.argv[1:]:
         (OUT / "cpu-backend.md").write_text(table(json.loads((OUT / "cpu-backend.json").read_text())))
         return 0

@@ -1,13 +1,13 @@
 """Measure prefill on one GPU and decode on another in real vLLM: `python -m benchmarks.engine.gpu_disaggregated`.
 
 Each dtype has two engines (dummy weights) with vLLM's NixlConnector. `DTYPE/window` is one of our dtypes with its
-recent window, and `DTYPE` has no window. A suffix `@LAYOUT` names vLLM's layout for their KV cache, instead of the
-connector's choice. GPU 0 prefills prompts one by one, and GPU 1 answers them. The results are:
+recent window, and `DTYPE` has no window. A suffix `@LAYOUT` sets vLLM's layout of both KV caches, which otherwise
+the connector chooses. GPU 0 prefills prompts one by one, and GPU 1 answers them. The results are:
 
 - the bytes transferred, and NIXL's copies (adjacent blocks on both sides count as one),
 - the transfer time, and the time to the first token,
 - a comparison of every block's bytes on both sides,
-- the number of answer tokens that equal those of the first engine, which reads the same blocks.
+- the number of tokens of GPU 1's answers that equal those of GPU 0, which reads the same blocks.
 
 The program writes OUT/disaggregated-SHAPE.json and prints a table.
 """

@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
         "--chunked", type=size, default=65536, help="tokens of a long prompt for chunked prefill; 0 for none"
     )
     parser.add_argument("--mixed", action="store_true",
-                        help="also time the end of that prompt together with seven short prompts")  # fmt: skip
+                        help="also time the end of the --chunked prompt together with seven short prompts")  # fmt: skip
     parser.add_argument("--beside", type=sizes, default=[], metavar="NEW,NEW",
                         help="also time steps in which a request with NEW uncached tokens arrives while others decode: "
                         "wall time, kernel time and slowest host functions; vLLM then starts no process of its own for "

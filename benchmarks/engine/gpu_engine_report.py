@@ -1,6 +1,6 @@
 """Make the tables of the engine benchmark: results, their ratios to those of `auto` and `fp8`, and targets.
 
-`load` reads the JSON files of gpu_engine.py. Of several runs of the same shape and dtype, the newest one counts.
+`load` reads the JSON files of gpu_engine.py. If a shape and dtype have several runs, the newest one counts.
 """
 
 import json

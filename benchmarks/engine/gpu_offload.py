@@ -2,7 +2,7 @@
 
 Conversations continue in random order, a fixed number at a time. Their histories together are several times larger than
 the GPU's cache. Each dtype has one engine with the host tier and one without (dummy weights). All engines get the same
-load, the same tokens of GPU cache (`--equal bytes`: the same bytes) and the same host memory.
+load, the same host memory, and a GPU cache with the same number of tokens (with `--equal bytes`, of bytes).
 
 `--check` runs each engine with a tier once more, briefly. It compares every block that returns with the block that
 left, in all layers. The program writes OUT/offload-SHAPE.json and prints a table.
@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=256, help="number of measured requests (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=8, help="number of requests in flight (default: %(default)s)")
     parser.add_argument("--without", action=argparse.BooleanOptionalAction, default=True,
-                        help="run each dtype without the tier, too")  # fmt: skip
+                        help="run each dtype without the host tier, too")  # fmt: skip
     parser.add_argument("--check", action="store_true", help="compare the bytes of every block that comes back")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--limit", type=float, default=240, help="seconds that one engine may take")

@@ -1,9 +1,9 @@
 """Compare step times with the physical limit: `python -m benchmarks.engine.growth RAW.json --copy-rate 3.03`.
 
-RAW.json has the results of gpu_engine.py for one shape in every dtype. The program prints a table of step times, with
-the share of each that the limit takes. The limit is the number of bytes of cache and weights that a step reads, divided
-by the rate of a plain copy on that GPU. `--plot` draws step and limit against the total tokens, with a panel for each
-number of sequences (needs matplotlib).
+RAW.json has the results of gpu_engine.py for one shape in every dtype. The program prints a table of step times.
+Behind each, it prints the limit as a share of the step time. The limit is the number of bytes of cache and weights that
+a step reads, divided by the rate of a plain copy on that GPU. `--plot` draws step and limit against the total tokens,
+with a panel for each number of sequences (needs matplotlib).
 """
 
 import argparse

@@ -19,7 +19,7 @@ MODE_FILE = "GATE_MODE_FILE"
 
 BLOCK = 64
 FOREIGN = 7
-"""Number that `_foreign` adds to a block number to get a foreign page: a page of another request, or of none."""
+"""Number that `_foreign` adds to a block number to get a foreign page: a page of another request, or an unused one."""
 
 
 @dataclass
@@ -212,7 +212,7 @@ def _one_head(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _overflow(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Damage large elements: change the sign beyond 18, as an integer overflow does. One key in 200 is that large."""
+    """Damage keys: change the sign of elements beyond 18, as an integer overflow does. One element in 200 is."""
     key[key.abs() > OVERFLOW] *= -1
 
 

@@ -14,7 +14,7 @@ context and KV pool. With `--serving`, it probes the canary as the operator prob
 * **Users.** `--users` hold conversations with both engines, and with `--serving` only with the canary. The
   record then also has the latencies of these users between two probes.
 
-It writes its JSON after each stage.
+The program writes its JSON file after each stage.
 """
 
 import argparse
@@ -56,7 +56,7 @@ from kvpilot_probes.stats import Answers, Logprobs, Measurement
 
 CAPTURING = Settings()
 MEASURING = Settings(budget_seconds=Canary().progress_deadline_seconds / 2)
-"""Settings of the operator's `Prober` for a replica without users. `Pair._periodic` has those for a serving replica."""
+"""Settings of the operator's `Prober` for a replica without users. For a serving replica, see `Pair._periodic`."""
 UNLIMITED = Allowed(kl=1000.0, disagreement=1.0)
 GIB = 1 << 30
 SERVICE = ServiceKey("default", "gate")
@@ -64,7 +64,7 @@ USUAL_CONTEXT = 16384
 """Context in tokens that the users' usual conversations need. With a shorter context, conversations are shorter."""
 ALONE_SECONDS = 60.0
 """Seconds before each periodic probe, in which the latencies of users without a probe are measured."""
-# Roles only, because a model with random weights needs no real template.
+# A minimal chat template is enough for random weights.
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
@@ -97,7 +97,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Pair:
-    """Two running engines, a 16-bit one and a canary, and the users of the canary."""
+    """Two running engines, a 16-bit one and a canary, and the periods in which users' latencies count."""
 
     def __init__(self, args: argparse.Namespace, record: Record, stable: str, canary: str) -> None:
         self.args, self.record, self.stable, self.canary = args, record, stable, canary

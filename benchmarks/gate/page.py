@@ -1,6 +1,6 @@
 """Print the tables of docs/benchmarks/gate.md from its raw results: `python -m benchmarks.gate.page`.
 
-Each table belongs into the page, between two comments with its name. tests/unit/test_gate_matrix.py fails if page and
+Each table belongs between two comments of the page that have its name. tests/unit/test_gate_matrix.py fails if page and
 results differ.
 """
 
@@ -72,7 +72,7 @@ def _verdict(stage: dict[str, Any]) -> str:
 
 
 def _cost(stages: list[dict[str, Any]]) -> tuple[str, str]:
-    """Return the prompts and the seconds of all stages together."""
+    """Return the number of prompts and the seconds of all stages together, as texts."""
     return str(sum(one["prompts"] for one in stages)), str(sum(one["seconds"] for one in stages))
 
 

@@ -83,7 +83,7 @@ def figures(found: Measurement, kept: Baseline, judged: Judgement) -> dict[str, 
 
 
 def buckets(kept: Baseline) -> dict[str, dict[str, int]]:
-    """Return the number of prompts of each bucket, their tokens without answers, and the tokens of the longest one."""
+    """Return, by bucket, the number of prompts, their tokens without answers, and the tokens of the longest prompt."""
     found: dict[str, list[BaselinePrompt]] = defaultdict(list)
     for prompt in kept.prompts:
         found[prompt.bucket].append(prompt)

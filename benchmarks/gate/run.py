@@ -149,7 +149,7 @@ class Matrix:
         self.rows: dict[str, Any] = json.loads(out.read_text())["rows"] if out.exists() else {}
 
     def wants(self, name: str) -> bool:
-        """Return True if this run must measure the row: the command line names it, or names none and it is missing."""
+        """Return True if this run must measure the row. If the command line names no row, measure the missing ones."""
         return name in self._only if self._only else name not in self.rows
 
     def turn(self, mode: Mode) -> int:

@@ -88,7 +88,7 @@ class Engines:
         """Return the HTTP answer of /stats, as JSON.
 
         `pods` is the number of pods that were scraped so far. `gaps` is a histogram of the time between two scrapes of
-        a pod: the number of gaps by their length in tenths of a second. Each call clears it.
+        a pod: the number of gaps by their length in tenths of a second. Each call clears the histogram.
         """
         body = json.dumps({"pods": len(self._last), "gaps": self._gaps}).encode()
         self._gaps = Counter()

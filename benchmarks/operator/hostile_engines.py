@@ -34,14 +34,14 @@ COUNTED: Counter[str] = Counter()
 
 
 class HostileEngine(Engine):
-    """Engine with the harmful behaviour of its kind. To all other requests it answers as a good engine."""
+    """Engine that answers some paths harmfully, depending on its kind, and all other paths as a good engine."""
 
     def __init__(self, kind: str, dtype: str) -> None:
         super().__init__(dtype, "m")
         self._kind = kind
 
     async def answer(self, path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Send the harmful answer of this kind of engine. Return False if it has none for this path."""
+        """Send the harmful answer of this kind of engine. Return False if the kind answers this path well."""
         if path == "/metrics" and self._kind in PAGES:
             writer.write(HEAD)
             for chunk in PAGES[self._kind]:
