@@ -1,7 +1,7 @@
 """Invalid QuantizedLLMServices from bad_manifests.yaml, each with the field at fault and a word of the remedy.
 
-Two tests share this table: tests/unit/test_api_faults.py for the operator's own check, and tests/cluster/test_crd.py
-for the real API server.
+Two tests share this table: tests/unit/test_api_faults.py for the operator's own check, and
+tests/cluster/test_crd_modern.py for the real API server.
 """
 
 import copy

@@ -53,7 +53,7 @@ def derived() -> tuple[Wrong, ...]:
 
 
 def service_with(cases: Sequence[Wrong]) -> dict[str, Any]:
-    """Return a service with the faults of these cases and no others. No case's path may be a prefix of another's."""
+    """Return a service with the faults of these cases and no others. No path may be a prefix of another case's path."""
     obj: dict[str, Any] = copy.deepcopy(GOOD)
     for case in cases:
         here, schema = obj["spec"], root_schema()["properties"]["spec"]

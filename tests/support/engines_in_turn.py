@@ -33,14 +33,14 @@ class Turn:
 
 @dataclass
 class Answered:
-    """Results.
+    """Results of one `Turn`.
 
     Attributes:
         answers: answers by round and prompt.
         cached: tokens from the prefix cache, by round and prompt.
         preempted: number of preemptions.
         groups: KV-cache groups: spec class, tokens of a block, and bytes of a page without and with padding.
-        capacity: `kv_cache_size_tokens`, the tokens that fit the cache.
+        capacity: `kv_cache_size_tokens`, the number of tokens that fit in the cache.
     """
 
     answers: list[list[list[int]]]
@@ -97,7 +97,7 @@ def answer(turn: Turn) -> Answered:
     llm.llm_engine.engine_core.shutdown()
     del llm, core
     gc.collect()
-    destroy_model_parallel()  # create the process groups that MoE models need
+    destroy_model_parallel()  # the next engine creates the process groups again: MoE models need more of them
     return Answered(answers, cached, preempted, found, capacity)
 
 

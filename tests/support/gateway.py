@@ -79,7 +79,7 @@ _SPEC = {
 ROUTE_CRD = definition("gateway.networking.k8s.io", "HTTPRoute", "httproutes", _SPEC)
 """HTTPRoute v1, rewritten here with the limits and defaults of the fields that tests use.
 
-Of filters only RequestMirror has a schema. The status, which gateways write, has none.
+RequestMirror is the only filter with a schema. The status has no schema, because gateways write it.
 """
 
 

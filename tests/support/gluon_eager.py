@@ -201,7 +201,7 @@ class Copies:
 
 
 def mma_v2(a: Block, b: Block, acc: Block) -> Block:
-    """Return a @ b + acc: products of float16, subnormal numbers included, in float32, and those of int8 in int32."""
+    """Return a @ b + acc, computed in float32 for float16 (with subnormal numbers) and in int32 for int8."""
     depth = {"float16": 16, "int8": 32}.get(a.dtype.name, 0)
     sums = np.dtype(np.float32 if depth == 16 else np.int32)
     if not depth or a.dtype != b.dtype or acc.dtype != sums or a.shape[1] % depth or a.shape[0] % 16 or b.shape[1] % 8:
@@ -280,7 +280,7 @@ def where(condition: Any, x: Any, y: Any) -> Block:
 
 
 def checked_multiple(x: Any, of: int) -> Any:
-    """Raise an error if `x` is no multiple of `of`. The compiler trusts this hint (`gl.multiple_of`) unchecked."""
+    """Raise an error if `x` is not a multiple of `of`. The compiler trusts the hint `gl.multiple_of` unchecked."""
     if np.any(np.asarray(x) % of):
         raise ValueError(f"{x} is not a multiple of {of}")
     return x

@@ -37,14 +37,14 @@ BLOCK_OUTERMOST = ("BHLNC", "BLHNC")
 The letters are the dimensions, outermost first: blocks, layers, heads, tokens (N) and bytes of a token (C).
 """
 MINE, OTHERS = 1, (0, 2)
-"""Layers in the memory that `among_layers` returns: the one with the cache under test, and those whose bytes a kernel
-must leave unchanged."""
+"""Layers in the memory that `among_layers` returns: the layer under test, and the layers that no kernel may
+change."""
 
 
 def among_layers(cache: torch.Tensor, layout: str) -> torch.Tensor:
     """Return memory for three layers in vLLM's `layout`, uint8 [3, *cache.shape].
 
-    Layer `MINE` is a copy of the cache. Every byte of the others is 0x55.
+    Layer `MINE` is a copy of the cache. Every byte of the other layers is 0x55.
     """
     shape = (3, *cache.shape)
     memory = torch.full([shape["LBHNC".index(dim)] for dim in layout], 0x55, dtype=torch.uint8)
@@ -97,7 +97,7 @@ def decode_rows(pages: GpuPages, table: torch.Tensor, lengths: list[int], counts
     Args:
         table: block table, [sequences, blocks].
         lengths: tokens of each sequence in pages.
-        counts: rows of `query` of each sequence; None means one. Further rows of `query` are padding.
+        counts: rows of `query` for each sequence; None means one row each. Further rows of `query` are padding.
         query: [rows, heads, dim].
         scale: factor on scores.
         rings: block tables of the rings; None without a recent window.

@@ -106,7 +106,7 @@ def checked(shape: tuple[int, ...]) -> tuple[Any, int, str]:
     """Return the shape, the number of elements and the name that Triton's own `block_type` gives to a shape.
 
     Raises:
-        TypeError, ValueError: `block_type` raises these.
+        TypeError, ValueError: `block_type` refuses the shape.
     """
     made = object.__new__(tl.core.block_type)
     stock_block_type(made, tl.int8, list(shape))

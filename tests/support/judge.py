@@ -5,7 +5,7 @@ from support.stepped_engine import Asked, Told
 
 
 class Judge:
-    """Check of every answer against plain transformers. It follows an engine's blocks through its steps.
+    """Check of every answer against plain transformers. It tracks the content of an engine's blocks, step by step.
 
     For each slot of a block it records the position at which the recent window's ring begins for the slot's token, or
     None if a prefill computed the token. Another request may reuse that token, even after its block was in host memory.

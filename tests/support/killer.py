@@ -12,7 +12,7 @@ class Killer:
     """Task that repeatedly kills the operator. `killed` lists the writes after which it killed the operator.
 
     An entry has the method, the path below the namespace, and the canary's stage, verdict and traffic step. Only writes
-    for the service `name` for which `worth` is true count, because a restart of the operator takes seconds and other
+    for the service `name` that satisfy `worth` count, because a restart of the operator takes seconds, and other
     services have no trial.
     """
 

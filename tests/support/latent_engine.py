@@ -1,4 +1,4 @@
-"""A real vLLM in its own process that serves a model with multi-head latent attention (MLA), and such a model.
+"""A real vLLM in its own process, and a small model with multi-head latent attention (MLA) for it.
 
 `python -m support.latent_engine` reads the fields of `Asked` as a JSON object from stdin. It writes the result of
 `serve` as the last line of stdout.

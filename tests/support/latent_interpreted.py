@@ -18,7 +18,7 @@ from support.interpreter import mend
 
 
 class InterpretedBackend(CudaLatentBackend):
-    """Backend with vLLM's CPU blocks of 16 tokens. It asks no GPU for its properties."""
+    """Backend with vLLM's CPU blocks of 16 tokens. It accepts a machine without a GPU."""
 
     block_step = 16
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32]

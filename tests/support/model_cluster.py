@@ -150,7 +150,7 @@ class ModelCluster:
 
     @property
     def traffic(self) -> str | None:
-        """Revision that both Service and pool select, or "" for all revisions, as observe reads it."""
+        """Revision that the Service and the InferencePool select, or "" for all revisions, as observe reads it."""
         views = self.api.views()
         service = views.get(("Service", KEY.name))
         return together(service.selects if service else None, views.get(("InferencePool", KEY.name)))
@@ -229,7 +229,7 @@ class ModelCluster:
         self.watch(self)
 
     def _mark(self, pod: Object) -> None:
-        """Set the condition of an engine pod. Ignore it if the pod is gone."""
+        """Set the condition of an engine pod. Do nothing if the pod is gone."""
         name = pod["metadata"]["name"]
         del self.api.objects["Pod", name]
         admitted = pod["status"]["conditions"][0]["status"] == "True"

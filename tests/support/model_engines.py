@@ -13,7 +13,7 @@ from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.samples import Flows
 from support.services import pod
 
-# Those of vLLM 0.32's histogram buckets that occur in the simulation.
+# Upper bounds of vLLM 0.32's histogram buckets, as far as values of the simulation reach.
 TTFT = (0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
 LENGTHS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0)
@@ -89,7 +89,7 @@ class ModelEngines:
         self.pods = tuple(replace(p, starts_in=max(0, p.starts_in - 1)) if p.placed else p for p in self.pods)
 
     def reconcile(self, wanted: dict[str, int], gated: Mapping[str, bool]) -> None:
-        """Act as the Deployment controller: create missing pods, and delete surplus ones (not answering ones first).
+        """Act as the Deployment controller: create missing pods, and delete surplus ones, unready ones first.
 
         A new pod has a readiness gate if its revision is `gated`.
         """

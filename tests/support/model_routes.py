@@ -1,4 +1,4 @@
-"""Divide requests among revisions by the rules of an HTTPRoute, as a gateway does. Pure."""
+"""Pure functions that divide requests among revisions by the rules of an HTTPRoute, as a gateway does."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any

@@ -1,8 +1,8 @@
 """Hook into the offloading copies of a stepped engine: it records them, delays them and compares their bytes.
 
-When a copy to the host is submitted, the hook keeps the bytes of the layers' caches. After a later load it compares
-them. With `late`, a copy ends that many steps after its submission, or when vLLM waits for it. As on a GPU, no byte
-moves earlier.
+When a copy to the host is submitted, the hook keeps the bytes of the layers' caches. After a later load it compares the
+loaded bytes with them. With `late`, a copy ends that many steps after its submission, or when vLLM waits for it. As on
+a GPU, no byte moves earlier.
 """
 
 from typing import Any

@@ -26,7 +26,7 @@ _LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/kvpilot-opera
 def identity(write: Write) -> str | None:
     """Return the replica that wrote, or None for other clients.
 
-    The write's user gives the replica's place, and its user agent gives the process.
+    The user name of the request gives the replica's place, and its user agent gives the process.
     """
     if not write.user.startswith("operator-"):
         return None
@@ -128,7 +128,7 @@ class Pair:
 
     @contextlib.contextmanager
     def flags(self, *flags: str) -> Iterator[None]:
-        """Stop all operators now and at the end. Operators that start in the block get these additional flags."""
+        """Stop all operators before and after the block. Operators that start in the block also get these flags."""
         self._flags = flags
         self._leave()
         try:

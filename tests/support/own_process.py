@@ -118,7 +118,7 @@ def _quiet() -> dict[str, str]:
 
 
 def _server(variables: Mapping[str, str]) -> str:
-    """Return a server that was started with the same environment. Ignore variables that vLLM's import does not read."""
+    """Return the address of a server with this environment. Ignore variables that vLLM's import does not read."""
     late = ("KVPILOT_", "PYTEST_CURRENT_TEST", "VLLM_KV_CACHE_LAYOUT")
     early = {name: value for name, value in variables.items() if not name.startswith(late)}
     kind = frozenset(early.items())

@@ -80,7 +80,7 @@ def reading(context: int, answers: Handler | None = None) -> Handler:
 
 
 def made(prompts: Sequence[ProbePrompt], context: int, handler: Handler | None = None) -> list[Rendered]:
-    """Return what a probe renders from these prompts for an engine with this context. Answers have 32 tokens."""
+    """Return the prompts as a probe renders them for an engine with this context. Answers have 32 tokens."""
 
     async def story() -> list[Rendered]:
         async with engine(handler or reading(context)) as url, http_client() as http:
@@ -120,7 +120,7 @@ async def noisy(path: str, body: Body, writer: Writer) -> None:
 
 
 def serving(handler: Handler, *names: str) -> Handler:
-    """Return the same engine, with these model names at /v1/models."""
+    """Return the engine `handler` with these model names at /v1/models."""
 
     async def listing(path: str, body: Body, writer: Writer) -> None:
         if path == "/v1/models":
@@ -134,7 +134,7 @@ def serving(handler: Handler, *names: str) -> Handler:
 def completing(*events: bytes) -> Handler:
     """Return an engine that tokenizes soundly and answers completions with these events.
 
-    It repeats the last event.
+    Further answers repeat the last event.
     """
 
     async def handler(path: str, body: Body, writer: Writer) -> None:

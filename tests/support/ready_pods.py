@@ -65,7 +65,7 @@ class ReadyPods:
 
 
 async def follow(cluster: Cluster, api_version: str, kind: str, namespace: str, store: dict[str, Object]) -> None:
-    """Keep `store` equal to the objects of a kind, by name, until cancelled."""
+    """Keep the objects of a kind in `store`, by name and up to date, until cancelled."""
     while True:
         with contextlib.suppress(ClusterError):
             version, found = "", {}

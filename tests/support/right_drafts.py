@@ -11,7 +11,7 @@ from kvpilot_smallmodels.families import VOCABULARY
 def right_drafts(expected: list[list[int]]) -> None:
     """Replace the drafts in this process with tokens from `expected`, which are prompts followed by their answers.
 
-    30% of the drafts contain a wrong token. vLLM's own proposer still runs before, and stores its keys and values.
+    30% of the drafts contain a wrong token. vLLM's own proposer still runs first, and stores its keys and values.
     """
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner

@@ -55,9 +55,9 @@ async def by_route(
     await world.serving(name, 2, canary=canary, accuracy=ACCURACY, drain=DRAIN, **spec)
 
     async def revisions() -> list[str | None]:
-        """Return the revisions that the backends select.
+        """Return the revisions that the backends select, or None for a missing backend.
 
-        The canary's backend is a Service that exists only during a trial.
+        A canary's Service exists only during a trial.
         """
         found = [await world.cluster.find(Ref(API_OF[kind], kind, NAMESPACE, one)) for one in (name, f"{name}-canary")]
         return [None if one is None else selected_by({**one, "kind": kind}).get(REVISION_LABEL) for one in found]

@@ -28,10 +28,10 @@ class Asked:
         recent: tokens of the recent window; None for the default.
         drafts: largest number of draft tokens of a sequence in a step; 0 turns speculation off.
         method: vLLM's method of speculation.
-        right: expected answers. Drafts of random length come from them, and some get a wrong token. Random weights
-            repeat themselves too rarely for ngram drafts.
+        right: expected answers. Drafts of random length come from them, and some get a wrong token. Answers of
+            random weights repeat themselves too rarely for ngram drafts.
         trusting: True reads ring rows without a check of their tags, unlike our engines.
-        given_up: requests that their client cancels: number over all rounds, and step of its round.
+        given_up: requests that their clients cancel: the number over all rounds, and the step of the request's round.
         late: number of steps by which offloading copies are delayed.
         calibration: a file of factors, `off`, or an empty string for an engine that calibrates itself.
         drafter: the draft model, if the method needs a separate one.
@@ -69,7 +69,7 @@ class Told:
         block_size: tokens of a block.
         moved: how often a request changed its row of the batch between steps.
         poisoned: number of ring pages that were overwritten.
-        drafted, accepted: number of draft tokens, and of accepted ones. `accepted` lacks the last step of each request.
+        drafted, accepted: numbers of draft tokens and of accepted ones; `accepted` lacks the last step of each request.
         factors: factors of each rank, see `RingWorker.factors_of_rank`.
         metrics: kvpilot's lines on /metrics.
         groups: spec class and layer names of each KV-cache group.

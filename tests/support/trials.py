@@ -33,7 +33,7 @@ def service(
 
 
 def on_trial(replicas: int = 3, *, cluster: dict[str, Any] | None = None, **spec: Any) -> ModelCluster:
-    """Return a service that has converged on the old dtype and is then asked for the new one."""
+    """Return a model cluster whose service has converged on the dtype OLD, and whose spec now asks for NEW."""
     asked = repr((replicas, cluster, spec))
     if asked not in _settled:
         made = ModelCluster(service(OLD, replicas, **spec), **{"start_ticks": 2, "requests": BUSY, **(cluster or {})})

@@ -22,7 +22,8 @@ PASSED = ("Shifting", "Promoting")
 ACCURACY = {"probeSets": ["builtin/structured"]}
 # On a busy machine it may take a while until the picker learns that a pod terminates.
 DRAIN = {"preStopSeconds": 5, "timeoutSeconds": 20}
-# Without a pause two users take a whole core. A stage in which a canary must get none of them lasts seconds.
+# Seconds between requests: without them two users take a whole core. The stages that must send a canary no request
+# last for seconds.
 PAUSE_SECONDS = 0.2
 
 

@@ -1,11 +1,12 @@
 """A process that has imported vLLM. It forks itself for each caller, so that no test's engine has to import vLLM again.
 
 `python -m support.vllm_forks FD` listens at the socket FD. A caller sends four files: a question in JSON (see `become`)
-and the new process's stdin, stdout and stderr. Any byte that follows is a signal for that process. When it has ended,
-the answer is its exit status. Processes that it starts by `spawn` are forked, too, from a process in its initial state.
+and the new process's stdin, stdout and stderr. Any byte that follows is a signal for the new process. When the new
+process has ended, the answer is its exit status. If it starts a process by `spawn`, this one is forked, too, from a
+process in its initial state.
 
 No kvpilot module is imported before the environment of a question is set, and questions do not affect each other. A
-forked process ends with its caller. All of them end when the process that holds this one's stdin open ends.
+forked process ends with its caller. All forked processes end when this process's stdin is closed.
 """
 
 import atexit
@@ -63,7 +64,7 @@ def leave(do: Callable[[], None]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as an interpreter does before these
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, before exit functions run
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

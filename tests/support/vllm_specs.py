@@ -43,11 +43,11 @@ TEXT = {
     "qwen3_vl_moe_text": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
 }
-"""For each model_type of a config's text part: model_type and class of a model for text alone. vLLM's classes for
-images or sound would need torchvision."""
+"""For each model_type of a config's text part, the model_type and the class of a model that reads only text. vLLM's
+classes for images or sound would need torchvision."""
 
 CLASSES = {"internlm2": "llama", "mimo": "qwen2", "minicpm": "llama", "orion": "llama"}
-"""Class of transformers with the same fields, by the model_type of a config class that only a repository has."""
+"""model_type of a class in transformers with equal fields, for each model_type whose class transformers lacks."""
 
 
 def text_alone(config: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _ranks() -> None:
     if not torch.distributed.is_initialized():
         file = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115 - torch needs the file until the process ends
         parallel_state.init_distributed_environment(1, 0, f"file://{file.name}", 0, "gloo")
-    parallel_state.destroy_model_parallel()  # make the groups again, because models with experts need more of them
+    parallel_state.destroy_model_parallel()  # create the groups again, because MoE models need more of them
     parallel_state.initialize_model_parallel(1, 1)
 
 
