@@ -22,7 +22,7 @@ _REASONS = {409: "Conflict", 410: "Expired", 429: "TooManyRequests", 500: "Inter
 
 
 class Seen(NamedTuple):
-    """One request that the operator sent: its monotonic time, its content, and the HTTP status (0 without an answer)."""
+    """One request that the operator sent: its monotonic time, its content, and its HTTP status (0 if unanswered)."""
 
     time: float
     method: str

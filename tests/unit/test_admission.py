@@ -219,7 +219,7 @@ def test_a_pods_view_distinguishes_open_closed_and_missing_gates():
 
 
 class Recorder:
-    """API server that records the order of writes. A write to the pod `bad` raises."""
+    """API server that records the order of writes. A write to the pod `bad` raises an error."""
 
     def __init__(self, error=None):
         self.written, self._error = [], error
@@ -279,7 +279,7 @@ def test_an_operator_that_may_not_write_a_pods_status_reports_it():
 
 
 class Everybody:
-    """Client that selects all pods of the service by any label. At every moment it checks which pods it may see."""
+    """Check after every write: only pods of a revision that serves, or has passed its probes, are ready."""
 
     def __init__(self):
         self.passed: set[str] = set()

@@ -89,8 +89,8 @@ def test_simulating_several_steps_at_once_equals_simulating_each_alone(seed: int
 
 
 def test_a_request_is_preempted_in_the_step_that_finds_no_block() -> None:
-    # Each prompt fills one of three blocks. The first request to grow takes the last one. When the other request grows
-    # too, the engine preempts the request that it admitted last.
+    # Each prompt fills one of three blocks. The first request to grow takes the last block. When the other request
+    # grows, too, the engine preempts the request that it admitted last.
     engine = Engine(costs(3), Limits(prefix_caching=False, timeout=1e9))
     for i in range(2):
         engine.submit(Request(i, 0.0, BLOCK, 20))

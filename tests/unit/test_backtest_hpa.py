@@ -19,10 +19,10 @@ def one(use: float, replicas: int, target: float, ready: int | None = None) -> i
 @pytest.mark.parametrize(
     ("use", "target", "replicas", "wanted"),
     [
-        (0.2, 0.1, 3, 6),  # twice the desired value doubles the replicas
-        (0.05, 0.1, 4, 2),  # half of it halves them
+        (0.2, 0.1, 3, 6),  # twice the target doubles the replicas
+        (0.05, 0.1, 4, 2),  # half of the target halves the replicas
         (0.5, 0.5, 5, 5),
-        (0.55, 0.5, 5, 5),  # a ratio within 0.1 of 1 is left alone
+        (0.55, 0.5, 5, 5),  # a ratio of use to target within 0.1 of 1 changes nothing
         (0.45, 0.5, 5, 5),
         (0.556, 0.5, 5, 6),
         (0.9, 0.6, 2, 3),  # ceil(2 * 1.5)

@@ -15,9 +15,9 @@ from benchmarks.backtest.wva import Wva, recommend
 @pytest.mark.parametrize(
     ("peaks", "replicas", "wanted"),
     [
-        ([(0.65, 0), (0.72, 0)], 2, 2),  # the average has 11.5 points to spare
-        ([(0.65, 0), (0.76, 0)], 2, 3),  # the average has 9.5 points to spare
-        ([(0.3, 2.5), (0.3, 2.5)], 2, 3),  # 2.5 requests to spare
+        ([(0.65, 0), (0.72, 0)], 2, 2),  # on average 11.5 percentage points below the limit of 80%
+        ([(0.65, 0), (0.76, 0)], 2, 3),  # on average 9.5 percentage points below the limit
+        ([(0.3, 2.5), (0.3, 2.5)], 2, 3),  # 2.5 waiting requests below the limit of five
         ([(0.9, 0), (0.2, 0)], 2, 2),  # the saturated replica does not count, and the other one must stay
         ([(0.9, 0), (0.85, 9)], 2, 3),  # no replica has room
         ([(0.9, 0)], 2, 2),  # one replica is already starting

@@ -41,7 +41,7 @@ async def test_a_stream_with_too_many_bytes_or_a_too_long_line_is_refused(most: 
 
 
 class Held:
-    """Permits, and the number that each tenant holds."""
+    """Permits, and the number of permits that each tenant holds."""
 
     def __init__(self) -> None:
         self.permits = Permits(LIMITS)
@@ -58,7 +58,7 @@ class Held:
                 self.by[tenant] -= 1
 
     def hanging(self, count: int, tenant: str | None = None, patience: float = math.inf) -> list[asyncio.Task[None]]:
-        """Start `count` tasks that hang. All belong to `tenant`, or if it is None, each to a tenant of its own."""
+        """Start `count` tasks that hang. All belong to `tenant`. If it is None, each belongs to another tenant."""
         return [asyncio.create_task(self.hang(tenant or f"hangs-{i}", patience)) for i in range(count)]
 
 
@@ -87,7 +87,7 @@ async def test_a_tenant_holds_no_more_than_its_share() -> None:
 @pytest.mark.parametrize("tenant", [None, "greedy", "good"])
 async def test_a_tenant_gets_a_permit_even_if_any_number_of_others_hang(tenant: str | None) -> None:
     held = Held()
-    # A greedy tenant leaves permits to the others, so nobody must lose one, however long the work hangs.
+    # One greedy tenant cannot take all permits, so none of its tasks must lose a permit, however long it hangs.
     hanging = held.hanging(20, tenant, math.inf if tenant == "greedy" else PATIENCE)
     await settle()
     async with asyncio.timeout(10), held.permits.of("good"):

@@ -29,7 +29,7 @@ def thing(version: int, value: int = 0, name: str = "x", service: str = "chat", 
 
 
 class Seen:
-    """Store of the objects' values, and of the changes that it announced."""
+    """A `Store` of the objects' values, and the services whose changes it reported."""
 
     def __init__(self) -> None:
         self.changed: list[ServiceKey] = []
@@ -126,7 +126,7 @@ def test_a_service_that_is_being_deleted_is_not_in_the_cache() -> None:
 class Server:
     """API server that lists `now` at `version`.
 
-    Each watch plays the next script of events, or fails with the error that the script holds.
+    Each watch plays the next script: a list of events, or an error with which the watch fails.
     """
 
     def __init__(self, now: list[Any], version: int, *scripts: Any) -> None:

@@ -20,7 +20,7 @@ from kvpilot_operator.state.samples import Flows, Sample
 from support.model_engines import flows
 from support.services import NOW, manifest, spec_of
 
-# The defaults of vLLM 0.32.
+# Default bucket bounds of vLLM 0.32, in seconds.
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 SCRAPE = timedelta(seconds=5)
@@ -48,7 +48,7 @@ def scrapes(
 ) -> tuple[Sample, ...]:
     """Return samples with about `requests` requests, distributed by the loads.
 
-    A higher load is slower, and all tokens of one scrape share the pace of one batch.
+    Under a higher load requests are slower. All tokens of one scrape have the pace of one batch.
     """
     made = [Sample(NOW, 1, 0.5, 4.0, 0.0, 1000, "auto")]
     for i, now in enumerate(loads):
@@ -244,7 +244,7 @@ def test_the_verdict_reports_the_load_of_both_sides():
 @example(0.9995, 4)
 @given(st.floats(0.9, 0.9995), st.integers(4, 1000))
 def test_our_quantiles_of_students_t_equal_scipys(level, freedom):
-    # The expansion is least accurate at the corner (0.9995, 4), where it is 1.3% too small.
+    # The expansion is least accurate at level 0.9995 and 4 degrees of freedom: 1.3% too small.
     assert student(level, freedom) == pytest.approx(scipy.stats.t.ppf(level, freedom), rel=0.014)
 
 

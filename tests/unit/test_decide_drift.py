@@ -205,7 +205,7 @@ def test_a_restarted_operator_neither_loses_the_count_of_failed_probes_nor_count
         assert after.failures - before.failures == (1 if bad and counted else 0)
         assert after.errors == 0
         before = after
-    # The prober repeats a lost run within its period. So of ten periods, at most the last one has no run yet.
+    # The prober repeats a lost run within the run's period. So only the newest of ten periods may have no run yet.
     assert before.checked_time is not None
     assert cluster.now - before.checked_time < timedelta(seconds=3 * PERIOD)
 

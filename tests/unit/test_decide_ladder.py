@@ -144,7 +144,7 @@ def test_a_rings_share_is_bounded_and_grows_no_faster_than_the_sequence(dtype, r
         model = replace(LLAMA, head_dim=dim)
         share = ring_share(dtype, model, recent, held)
         assert 0 <= share <= ring_share(dtype, model, max(formats.RECENT_CHOICES), held)
-        # In bytes, a window grows at most as the sequence does, and by one page that is not full.
+        # In bytes, the ring grows at most in proportion to the sequence, plus one page that is not full.
         taken, later = (ring_share(dtype, model, recent, n) * max(n, OWN_BLOCK) for n in (held, held + longer))
         assert later <= taken * (held + longer) / held + OWN_BLOCK
 

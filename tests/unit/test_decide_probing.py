@@ -202,7 +202,7 @@ def test_for_a_serving_small_dtype_the_operator_only_searches_a_kept_baseline():
 
 
 def on_trial(**changes: Any) -> Snapshot:
-    """Return a cluster in which k8v4 serves, k4v4 is on trial and no baseline exists."""
+    """Return a snapshot in which k8v4 serves, k4v4 is on trial and no baseline exists."""
     obj = fixed("k4v4")
     base = running(obj, "k8v4")
     name = revision_of(obj, "k4v4")

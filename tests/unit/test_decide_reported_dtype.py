@@ -34,7 +34,7 @@ def told(decision: Decision, kind: str) -> Condition:
 
 
 def at_stage(stage: str, reported: str | None, accuracy: Accuracy = KEPT, stable: str = "auto") -> Snapshot:
-    """Return a trial of k4v4 next to 16 bits. The canary reports the dtype `reported`, and stable reports `stable`."""
+    """Return a trial of k4v4 beside a 16-bit revision. They report the dtypes `reported` and `stable`."""
     canary = Canary(
         revision=OURS, dtype="k4v4", from_dtype="auto", stage=stage, started_time=NOW, stage_time=NOW, generation=1,
         verdict="Pending" if stage in ("Starting", "Probing") else "Passed",

@@ -73,7 +73,7 @@ def test_old_pods_go_only_after_the_newest_pod_has_been_ready_for_the_settle_tim
 
 
 class Promotion:
-    """One moment of a promotion: ready pods of the canary, pods of the old revision, and those that get requests."""
+    """One moment of a promotion: numbers of ready canary pods, of old pods, and of old revisions with requests."""
 
     def __init__(self, cluster):
         status = cluster.parsed()

@@ -15,7 +15,7 @@ OBJECTIVES = [{"metric": "TTFT", "percentile": 95, "milliseconds": 5000}]
 
 
 def on_trial(at, **scaling):
-    """Return a service at this stage of a trial. Its smaller dtype was chosen to free memory."""
+    """Return a model cluster at this stage of a trial, whose smaller dtype was chosen to free memory."""
     scaling = {"mode": "Operator", "maxReplicas": 8, "objectives": OBJECTIVES} | scaling
     spec = {"kvCache": {"mode": "Auto", "ladder": ["k8v4"]}, "scaling": scaling, "replicas": 2}
     cluster = ModelCluster(manifest(**spec), demand=9000, start_ticks=2, requests=20.0)
@@ -27,7 +27,7 @@ def on_trial(at, **scaling):
 
 
 def surging(cluster):
-    """Return the samples of requests that pile up in the last minute."""
+    """Return a snapshot of the cluster in which requests pile up in the last minute."""
     seen = cluster.snapshot()
     in_hand = [10.0] * 17 + [80.0, 300.0, 900.0]
     samples = [

@@ -48,7 +48,7 @@ def denied(dtype, reason):
 
 
 def again(s, decision, seconds=5):
-    """Return the next reconcile: the status is written, time has passed and the load is unchanged."""
+    """Return the snapshot of the next reconcile: the status is written, and the load is unchanged."""
     later = NOW + timedelta(seconds=seconds)
     window = {n: tuple(replace(x, time=x.time + timedelta(seconds=seconds)) for x in w) for n, w in s.samples.items()}
     return replace(s, now=later, status=decision.status, samples=window)

@@ -7,7 +7,7 @@ from support.derived_manifests import Wrong, derived, leaves, service_with
 def told(case: Wrong, message: str) -> bool:
     """Return True if a message has a remedy and the value.
 
-    A secret, a value in a map or a non-scalar may be missing.
+    The value may be missing if it is secret, in a map or not a scalar.
     """
     scalar = isinstance(case.value, (str, int)) and not isinstance(case.value, bool) and not case.field.endswith(".a")
     shown = repr(case.value)[:90] if scalar else ""

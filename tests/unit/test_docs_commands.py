@@ -10,7 +10,7 @@ from kvpilot_cli.command import EXTRAS
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "charts").rglob("*.md")])
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
-# On the machine that runs the cluster, the target platform is the default one.
+# kind builds images on the machine that runs them, so these pages need no --platform.
 LOCAL = {"docs/clouds/kind.md"}
 
 

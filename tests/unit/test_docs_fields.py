@@ -15,7 +15,7 @@ from support.crd import root_schema
 from support.page_commands import options_of, subcommand
 
 ROOT = Path(__file__).parents[2]
-# Decisions and benchmarks state what was true at their time. The reference is generated from the schema.
+# Skip decisions and benchmarks, which state what was true at their time, and the reference, which is generated.
 PAGES = [
     page for page in sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
     if not {"decisions", "benchmarks", "upstream", "reference"} & set(page.parts)

@@ -30,7 +30,8 @@ def lease(holder, at, version, **more):
     return event(holder or "a", at, holder=holder, version=version, **more)
 
 
-# a leads from 1 and releases the Lease at 10. b leads from 12. c takes over at 30, although b released nothing.
+# Replica a leads from second 1 and releases the Lease at 10. Replica b leads from 12 and does not release it. Replica c
+# takes over at 30.
 TERMS = [lease("a", 1, 8), lease("a", 3, 9), lease("", 10, 10), lease("b", 12, 11), lease("c", 30, 12)]
 
 

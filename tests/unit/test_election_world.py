@@ -312,7 +312,7 @@ def test_a_lease_is_not_released_while_an_unanswered_write_may_still_arrive(seed
 
 
 class Careless(Timing):
-    """Leader that goes on writing long after its Lease has expired."""
+    """Timing of a leader that goes on writing long after its Lease has expired."""
 
     def __init__(self, lease):
         super().__init__(lease)

@@ -33,7 +33,7 @@ def test_each_row_of_the_features_page_names_existing_tests_or_says_not_run(row:
     else:
         assert named
         assert "not run" not in proof
-    # Supported features need a test with an engine; refused ones need a test without.
+    # Supported features need a test with an engine; refused features need a test without an engine.
     assert all(("engine" in file) == verdict.startswith("served") for file, _ in named)
 
 

@@ -1,4 +1,4 @@
-"""No free port is handed out twice, even if its engine takes a minute to listen."""
+"""No free port is handed out twice, even if the engine that got it listens only after a minute."""
 
 import random
 import socket

@@ -88,7 +88,7 @@ async def test_the_command_of_a_job_gives_the_verdict(name: str, handler: Handle
 
 
 def directed(arguments: list[str], baseline: str, candidate: str) -> list[str]:
-    """Return the same arguments with these addresses."""
+    """Return a command's arguments with these addresses in place of its own."""
     urls = {"--baseline": baseline, "--candidate": candidate}
     return [f"{(o := arg.partition('=')[0])}={urls[o]}" if "=" in arg else arg for arg in arguments]
 

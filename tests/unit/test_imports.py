@@ -51,13 +51,13 @@ def test_demo_benchmarks_and_scripts_import_nothing_from_tests() -> None:
 def test_only_the_operator_reads_a_cluster_from_the_environment() -> None:
     """Every connection outside the operator names its client configuration.
 
-    `kubectl kvpilot` uses the one that the user named, if any.
+    `kubectl kvpilot` uses the client configuration that the user named, if any.
     """
     found = set()
     for file in (file for folder in [*FOLDERS, "tests"] for file in (ROOT / folder).rglob("*.py")):
         text = file.read_text()
         if "connect" not in text and "load_" not in text:
-            continue  # parsing is slow, and most files have neither
+            continue  # parsing is slow, and most files have neither word
         for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
             name, given = ast.unparse(call.func), {one.arg for one in call.keywords}
             if name == "Cluster.connect" or (name.startswith("config.load_") and "config_file" not in given):

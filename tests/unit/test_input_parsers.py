@@ -1,6 +1,6 @@
 """Every parser of tenants' input either parses the input or raises the parser's own type of error.
 
-benchmarks/operator/parsers.py measures the cost of the same texts. Here they are cut, joined and changed at random.
+The texts are hostile ones, cut, joined and changed at random. benchmarks/operator/parsers.py measures their cost.
 """
 
 import json
@@ -104,5 +104,5 @@ def test_the_largest_hostile_input_of_every_kind_takes_little_memory(parser: str
     finally:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    # Pages are read one at a time, and no parsed page is kept. The other parsers' results are copied or created once.
+    # The limit is for one text at a time: no parsed page is kept, and other parsers copy or create their result once.
     assert peak < 24 * 1024 * 1024

@@ -78,7 +78,7 @@ def test_given_programs_of_the_control_plane_are_used_and_missing_ones_reported(
 
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Return no archive: the recipe under test fetches nothing."""
+    """Simulate a machine without packages, because the recipe under test fetches none."""
     monkeypatch.setattr(debian.Archive, "_apt", lambda *_: "")
 
 

@@ -1,4 +1,4 @@
-"""Our code and transformers read published models (published.json of `kvpilot plan`) alike. Broken ones are refused."""
+"""Our code reads published configs (published.json of `kvpilot plan`) as transformers does, and refuses broken ones."""
 
 import copy
 import json

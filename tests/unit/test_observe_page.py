@@ -48,7 +48,7 @@ def test_a_real_page_is_read_completely() -> None:
     totals = page.totals
     assert (totals.prompt_tokens, totals.generation_tokens, totals.finished, totals.errors) == (2404, 5902, 17, 0)
     assert totals.ttft.count == 25
-    # Every token after a request's first one has a predecessor.
+    # Each token except a request's first one has a time since the previous token.
     assert totals.itl.count == totals.generation_tokens - totals.ttft.count
     assert totals.generation_lengths.total == 16 * 300 + 20
     assert 0 < totals.prefill_seconds < totals.decode_seconds

@@ -142,7 +142,7 @@ async def test_a_stale_service_is_read_again(world: World) -> None:
 
 
 class NotSent(ClusterError):
-    """Requests that every server refuses."""
+    """Error for a request that is not sent, because every server would refuse it."""
 
 
 ODD_READS = [

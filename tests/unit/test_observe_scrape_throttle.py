@@ -105,7 +105,7 @@ def test_the_work_of_scrapes_is_bounded_and_no_engine_is_left_out_forever(
                 throttle.answered(pod)
             else:
                 throttle.failed(pod, now, "no")
-        # One round may overdraw the budget. The next one waits until it is paid back.
+        # One round may overdraw the budget. The next round waits until the overdraft is paid back.
         assert work <= number * (METRICS_WORK_PER_SECOND * now + MOST_WORK) * (1 + 1e-9)
         now += pause
     now += max(BACKOFF.last, MOST_WORK / METRICS_WORK_PER_SECOND * number)

@@ -192,7 +192,7 @@ class Rolling(World):
         return sorted(name for name, status in self.statuses.items() if status.canary is not None)
 
     def waiting(self, name: str) -> str:
-        """Return the message of Reconciling."""
+        """Return the message of the condition Reconciling."""
         found = self.statuses[name].condition("Reconciling") if name in self.statuses else None
         return found.message if found is not None else ""
 

@@ -179,7 +179,7 @@ class BadDays(RuleBasedStateMachine):
             self._check_owners()
 
     def _essence(self) -> dict[str, Any]:
-        """Return the status without the results of periodic probes, which change even in a service that does not."""
+        """Return the status without the results of periodic probes, which change even if the service does not."""
         passing = ("conditions", "accuracy")
         return {k: v for k, v in self.cluster.status.items() if k not in passing}
 

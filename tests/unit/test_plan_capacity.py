@@ -150,7 +150,7 @@ def test_the_plan_cuts_a_default_window_to_a_short_context_as_the_engine_does():
 
 
 def test_only_full_layers_have_a_recent_window():
-    # Blocks have 256 tokens, and so do the windows: one page holds both. 10 of 62 layers are full.
+    # Blocks and recent windows have 256 tokens, so a window takes one page. 10 of 62 layers are full.
     layout, without = (cache(models.find("gemma-3-27b-it"), "k4v4", 1, recent) for recent in (256, 0))
     assert layout.held(8192) == without.held(8192) + layout.full_groups
 

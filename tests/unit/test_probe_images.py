@@ -50,8 +50,8 @@ def event(token: int, prompt: list[int] | None = None) -> bytes:
 def seeing(asked: list[Body] | None = None, wrong: int = -1, extra: list[int] | None = None) -> Handler:
     """Return an engine that takes images. Its greedy token is the number of tokens before it.
 
-    Its token number `wrong` of each answer is another one. It adds the tokens `extra` to each prompt. The bodies of
-    chats are added to `asked`.
+    In each answer, token number `wrong` is incorrect. The engine adds the tokens `extra` to each prompt, and the bodies
+    of chats to `asked`.
     """
 
     async def handler(path: str, body: Body, writer: Writer) -> None:

@@ -63,7 +63,7 @@ async def test_an_engine_is_probed_even_if_any_number_of_others_hang(
 async def test_a_slow_engine_is_eventually_probed_even_if_others_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The probe loses its permit. That is not a failure: it retries with a longer timeout."""
+    """The probe loses its permit. This is not a failure: the probe retries with a longer timeout."""
     monkeypatch.setattr(module, "CANARY_PROBE", replace(CANARY_PROBE, permits=2))
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.1)
     asked = 0

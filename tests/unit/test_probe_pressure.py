@@ -1,4 +1,4 @@
-"""A canary is judged while its pool is full, before any user's request."""
+"""A canary is judged while its KV pool is full, before it gets a user's request."""
 
 import asyncio
 

@@ -105,7 +105,8 @@ async def test_damage_to_the_answers_of_one_adapter_fails_the_bucket_of_adapters
     judged = judge(found_, described(kept), Accuracy())
     assert (judged.verdict, judged.message.partition(":")[0]) == ("Failed", ADAPTERS)
     assert {one.bucket for one in found_.seen if one.kl > 0} == {ADAPTERS}
-    # Long answers of the model come first, because a step with both may change them (docs/lora.md).
+    # Long answers without an adapter come first, because a step with and without adapters may change them
+    # (docs/lora.md).
     half = ANSWERS // 2
     assert (writers[:ANSWERS], sorted(writers[ANSWERS:])) == (["m"] * ANSWERS, ["chat"] * half + ["sql"] * half)
 

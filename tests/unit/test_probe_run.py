@@ -52,8 +52,8 @@ async def test_the_captured_engine_shows_no_damage() -> None:
     assert (kept.identity, kept.dtype, kept.positions, kept.left_out) == ("abc", "auto", 32, ())
     assert [p.name for p in kept.prompts] == [f"builtin/general/p{i}" for i in range(4)]
     assert (again.mean_kl_micronats, again.p99_kl_micronats, again.top1_agreement_permille) == (0, 0, 1000)
-    # The first token of each prompt comes from prefill and proves nothing. The probe asks for half and all of each
-    # prompt, and for one answer to show.
+    # The first token of each prompt comes from prefill and proves nothing. The probe sends half and then all of
+    # each prompt, and one more request for an answer to show.
     assert (again.prompts, again.positions, again.requests) == (4, 28, 9)
 
 

@@ -134,7 +134,7 @@ def test_more_damage_never_turns_a_failure_into_a_pass(seen: list[Seen], factor:
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
 def test_the_expected_factor_of_a_bet_is_one_if_the_mean_is_at_the_edge(values: list[float]) -> None:
-    """A supermartingale depends only on the mean: scale any values to that mean, and average the factors of the bet."""
+    """Scale arbitrary values to this mean, and average the factors of the bet. Only the mean matters."""
     mean = sum(values) / len(values)
     if mean > 1e-6:
         assert sum((1 + value / mean) / 2 for value in values) / len(values) == pytest.approx(1)

@@ -122,7 +122,8 @@ def test_nothing_that_runs_is_deleted_if_a_lost_status_cannot_be_recreated():
     assert cluster.deployments == before
 
 
-# Questions (steps of a reconcile) on which each part of a decision depends. All other failures leave it unchanged.
+# For each part of a decision, the questions (steps of a reconcile) on which it depends. If only other questions fail,
+# the part does not change.
 _FIRST = {Question.WORKLOAD, Question.REPLICAS, Question.STEP, Question.TARGET, Question.TRIAL}
 _BEFORE_OBJECTS = _FIRST | {Question.ACCURACY}
 SUMMING_UP = ("Ready", "Reconciling", "Stalled")
@@ -146,7 +147,7 @@ PARTS = {
 
 
 def by_name(manifests: list[object]) -> list[object]:
-    """Return manifests sorted by name. Their order is not what the test is about: another rule defines it."""
+    """Return manifests sorted by name. Their order does not count here, because another rule defines it."""
     return sorted(manifests, key=lambda one: one["metadata"]["name"])
 
 

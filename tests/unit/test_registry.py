@@ -115,7 +115,7 @@ class World:
                 self.api.drop(*what)
 
     def refuse(self, name: str) -> None:
-        """Refuse the Deployments of this service alone from now on."""
+        """From now on, refuse all writes of this service's Deployments, and no other write."""
         error = Rejected("PATCH", "/x", 403, "quota", "Forbidden")
 
         def refuses(obj: Any) -> Rejected | None:
@@ -157,8 +157,10 @@ class World:
 
 
 def reachable(roots: Iterable[object], but: tuple[type, ...], records: object) -> Iterator[object]:
-    """Yield the objects reachable through kvpilot's objects, containers and callbacks, but not through `but` or the
-    services' records."""
+    """Yield the objects reachable from `roots` through kvpilot's objects, containers and callbacks.
+
+    Do not follow objects of the types `but`, nor the services' `records`.
+    """
     seen: dict[int, object] = {id(records): records}
     left: deque[object] = deque(roots)
     while left:
@@ -223,8 +225,8 @@ def test_the_operator_keeps_a_record_only_of_existing_services(
         await world.run(partial(play, world))
         assert world.remembered() == world.living()
         assert shown(world.telemetry) == {name for name, _ in world.living()}
-        # Only its record and the cache refer to an idle service. An interrupted reconcile of a live service may also
-        # have requeued it.
+        # Apart from a service's record and the cache, only the work queue may refer to a service: an interrupted
+        # reconcile may have queued a live service again.
         roots, but = [world.pilot, world.observer, world.telemetry], (InformerCache, MemoryApi)
         assert [
             one for one in reachable(roots, (*but, WorkQueue), world.pilot.records) if isinstance(one, ServiceKey)

@@ -91,7 +91,7 @@ def test_memory_for_offloaded_blocks_is_requested_beside_the_engines_own(asked, 
         ({"limits": {"nvidia.com/gpu": 1}}, {"cpu": "3", "memory": "8Gi"}),
         ({"limits": {"amd.com/gpu": "8"}}, {"cpu": "10", "memory": "36Gi"}),
         ({"limits": {"nvidia.com/gpu": 1}, "requests": {"cpu": "500m"}}, {"cpu": "500m", "memory": "8Gi"}),
-        # Kubernetes takes a limit without a request for the request, too. A larger request of ours would be refused.
+        # Without a request, Kubernetes uses the limit as the request. It would refuse a larger request of ours.
         ({"limits": {"nvidia.com/gpu": 1, "cpu": "2", "memory": "6Gi"}}, None),
     ],
 )

@@ -15,7 +15,7 @@ from kvpilot_operator.errors import ClusterError, NotLeader
 
 
 class FakeLeader:
-    """Stand-in for the operator's leader, which records what it is told."""
+    """Stand-in for the operator's leader, which records its calls."""
 
     def __init__(self, fence: WriteFence) -> None:
         self._fence = fence

@@ -151,7 +151,7 @@ def test_replicas_within_the_limits_are_not_reported(replicas):
 
 
 def told(*, autoscaler: str | None = None, **spec) -> str:
-    """Return the message of Ready."""
+    """Return the message of the condition Ready."""
     ready = decide(running(manifest(**spec), "auto", autoscaler=autoscaler)).status.condition("Ready")
     assert ready is not None
     return ready.message
