@@ -1,4 +1,4 @@
-"""Fixtures of the chart tests: its folder, its output for each value file in tests/chart/values, and a cluster."""
+"""Fixtures of the chart tests: the chart's folder, its output for each file in tests/chart/values, and a cluster."""
 
 import re
 import shutil
@@ -75,7 +75,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     table = yaml.safe_load(DEFAULT_TABLE.read_text())
     table["images"][:0] = [operator, engine]
     (folder.parent / "images.yaml").write_text(yaml.safe_dump(table))
-    # Cover the requests of every page's pods. The cheap engines use far less.
+    # Cover the resource requests of the pods of every docs page. The cheap engines use far less.
     room = {"nvidia.com/gpu": "4", "cpu": "32", "memory": "128Gi"}
     with LocalCluster(folder, backoff=1.0, table=folder.parent / "images.yaml", resources=room) as running:
         yield running

@@ -121,7 +121,7 @@ class Install:
         return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
 
     def may(self, user, verb, group, resource, namespace="", name=""):
-        """Query the API server's own RBAC."""
+        """Return True if the API server's own RBAC allows a user a request."""
         resource, _, subresource = resource.partition("/")
         asked = {"verb": verb, "group": group, "resource": resource, "namespace": namespace}
         asked |= {"subresource": subresource, "name": name}

@@ -34,7 +34,7 @@ def pod_specs(objects):
 
 
 def without_copies(objects):
-    """Leave out content that is copied from another file: it has its own test."""
+    """Leave out content that is copied from other files, because another test compares it."""
     objects = copy.deepcopy(objects)
     for one in find(objects, "CustomResourceDefinition"):
         one["spec"] = "as in crds/"
@@ -212,7 +212,7 @@ def test_the_operator_may_review_tokens_only_if_metrics_need_authentication(rend
 
 
 def rights(objects):
-    """Return kind and namespace of the bindings of rights on services."""
+    """Return kind and namespace of each binding that gives the operator its rights."""
     bindings = find(objects, "ClusterRoleBinding", "kvpilot.io:operator")
     bindings += find(objects, "RoleBinding", "kvpilot.io:operator")
     return {(one["kind"], one["metadata"].get("namespace")) for one in bindings}

@@ -210,7 +210,7 @@ def content(service: Json) -> Json:
 
 
 def beside(defined: Defined, stored: str) -> Json:
-    """Return the CRD with both versions."""
+    """Return the CRD with v1alpha1 and v1beta1."""
     return defined.definition(partial(with_successor, stored=stored))
 
 
@@ -242,7 +242,7 @@ def test_v1alpha1_becomes_v1beta1_without_a_webhook_and_no_service_changes(defin
         defined.rest.merge(f"{defined.services(writer)}/{name}/status", {"status": {"replicas": replicas}})
         found = defined.get(name, reader)
         assert (found["spec"]["replicas"], found["status"]["replicas"]) == (replicas, replicas)
-    # If a field is applied in one version and omitted in the other, the server removes it, as within one version.
+    # If a client applies a field in one version and then omits it in the other version, the server removes the field.
     defined.apply(defined.manifest("applied", ALPHA, replicas=3, kvCache={"mode": "Auto"}), "--server-side")
     defined.apply(defined.manifest("applied", BETA, replicas=3), "--server-side")
     assert mode(defined.get("applied", ALPHA)) == "Recommend"

@@ -16,7 +16,7 @@ from support.tenants import Json, Tenant, container
 
 
 def running_processes(mark: str) -> list[int]:
-    """Return the processes whose environment names `mark`, without shims."""
+    """Return the processes, except shims, whose environment names `mark`."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -134,7 +134,7 @@ def _register(rest: Rest, port: int) -> None:
 def _let_the_autoscaler_read(rest: Rest) -> None:
     """Grant the controller manager the right to read external metrics, which its role lacks.
 
-    The manifests of every adapter do so.
+    The manifests of every metrics adapter grant this right.
     """
     name = "metrics-adapter-reader"
     api = "/apis/rbac.authorization.k8s.io/v1"

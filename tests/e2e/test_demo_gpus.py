@@ -1,4 +1,4 @@
-"""The story on GPUs, with cheap engines and GPUs that do not exist: every step happens, and everything is measured."""
+"""The demo's story for GPUs, with cheap engines and imaginary GPUs: every step happens and is measured."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The benchmark of faults on GPUs, with cheap engines and GPUs that do not exist: each fault ends, and is counted."""
+"""The benchmark gpu_faults, with cheap engines and imaginary GPUs: services recover, and each fault is counted."""
 
 import sys
 from pathlib import Path

@@ -28,7 +28,8 @@ CRDS = Path(__file__).parents[2] / "crds"
 MODELS = "models"
 SERVICES = f"/apis/kvpilot.io/v1alpha1/namespaces/{MODELS}/quantizedllmservices"
 NAMES = [f"chat-{number}" for number in range(6)]
-# Seconds from one leader's end to the next one's first write: 15 s for the Lease, and up to 2 s more on quiet cores.
+# Limit for the time from a leader's end to the next leader's first write: up to 17 s on quiet cores, 15 s of them for
+# the Lease.
 PATIENCE = 60
 COUNTER = itertools.count()
 
@@ -128,7 +129,7 @@ def test_of_two_replicas_one_acts_and_the_other_is_ready_and_writes_nothing(pair
 
 
 def replaced(pair, number):
-    """End the leader by a signal. Return its exit status, its term, and the seconds until the other's first write."""
+    """End the leader by a signal. Return its exit status, its term, and the seconds until the next claim."""
     leader, _ = pair.settle()
     holder, since = pair.holder(), now()
     leader.process.send_signal(number)
@@ -211,7 +212,7 @@ def away(pair, length):
 
 
 def test_a_restart_of_the_api_server_does_not_end_the_leadership(pair):
-    # The API server may take ten times as long to return as on idle cores, where the default of 15 s is enough.
+    # The API server may take ten times as long to return as on idle cores, where the Lease's default of 15 s is enough.
     with pair.flags("--lease-seconds=150"):
         leader, _ = pair.settle()
         holder = pair.holder()

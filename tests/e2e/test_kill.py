@@ -1,7 +1,7 @@
 """The operator is killed (SIGKILL) at many moments of the story, and the final state is always the same.
 
-Two faster tests run every time. tests/unit/test_decide_rollout.py kills between any two writes.
-tests/faults/test_unprobed_pods.py uses a real API server and the operator's process.
+This test is marked `long`. Two faster tests run in CI: tests/unit/test_decide_rollout.py kills between any two writes,
+and tests/faults/test_unprobed_pods.py uses a real API server and the operator's process.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ def canary(dtype, stage):
     return lambda s: at(s, "canary", "dtype") == dtype and at(s, "canary", "stage") == stage
 
 
-# Each moment occurs once, in any order: an observation, and the seconds from it to the kill.
+# The operator is killed once for each entry, in any order: an observation, and the seconds from it to the kill.
 MOMENTS = [
     ("the object is new", lambda s: True, 0.0),
     ("the first revision is chosen", lambda s: bool(at(s, "stable")), 0.0),

@@ -19,7 +19,7 @@ NAMESPACE = "default"
 SLOT = "kvpilot.test/slot"
 # Each wait includes an engine's start and the filling of its cache, at most two minutes on quiet cores.
 HANGS = 1200
-# The model has random weights, so its answers mean nothing. These limits let every canary pass; zero lets none pass.
+# The model has random weights, so its answers mean nothing. These limits let every canary pass.
 LENIENT = {"probeSets": ["builtin/general"], "maxExcessKLMillinats": 100000, "minTop1AgreementPercent": 0}
 PATIENT = {
     "warmUpSeconds": 5,
@@ -211,6 +211,7 @@ async def test_damage_that_shows_after_promotion_brings_the_last_good_dtype_back
     await until(world, "drifting", lambda s: at(s, "readyReplicas") == 1)
     await patch(world, "drifting", kvCache={"dtype": "k4v4"})
     await until(world, "drifting", lambda s: at(s, "kvCache", "activeDtype") == "k4v4")
+    # No quantized dtype meets these limits.
     strict = {"maxExcessKLMillinats": 0, "minTop1AgreementPercent": 100, "periodSeconds": 60}
     await patch(world, "drifting", accuracy=strict)
     status = await until(world, "drifting", lambda s: at(s, "kvCache", "activeDtype") == "auto")

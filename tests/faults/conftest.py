@@ -1,4 +1,4 @@
-"""One cluster of cheap engines and one operator for all fault tests. Each test leaves both healthy."""
+"""One cluster of cheap engines and one operator for all fault tests. Each test leaves cluster and operator healthy."""
 
 import os
 from collections.abc import AsyncIterator
@@ -27,7 +27,7 @@ async def whole_world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def world(whole_world: FaultyWorld) -> AsyncIterator[FaultyWorld]:
-    """Yield that cluster. The API server is free of faults at the start and end of each test."""
+    """Yield the cluster of `whole_world`. Its API server is free of faults at the start and end of each test."""
     yield whole_world
     whole_world.api.storm = None
     try:

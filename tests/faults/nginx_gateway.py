@@ -1,4 +1,4 @@
-"""A real proxy (nginx) behind one HTTPRoute: weights of its first rule, and RequestMirror.
+"""A real proxy (nginx) that obeys one HTTPRoute: the weights of the route's first rule, and its RequestMirror.
 
 A small controller writes nginx's configuration from the route and the Ready pods of its Services, and reloads it. So
 requests are split and copied by a program that knows nothing of kvpilot.

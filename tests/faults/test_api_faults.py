@@ -25,7 +25,7 @@ The limit is more than ten times the usual time on idle cores, which is mostly b
 which the operator reopens any silent watch, so a test fails if a fault leaves a watch dead.
 """
 LATE = 900
-"""Seconds until changes take effect during a fault, or when the operator notices the fault only after a minute."""
+"""Limit in seconds for changes during a fault, or if the operator notices the fault only after a minute."""
 NUMBERS = itertools.count(1)
 WHAT = "changes take effect: a replica count, a new service, a deleted service"
 

@@ -60,7 +60,7 @@ async def test_a_clock_that_jumps_changes_no_decision_and_stops_no_observation(w
         clock.set(jump)
 
         async def moved(jump: int = jump) -> bool:
-            """Wait until the newest scrape has the new clock's time."""
+            """Return True once the newest scrape has the new clock's time."""
             return abs(await world.newest_scrape("timed") - time.time() - jump) < 60
 
         taken = await until(moved, f"scrapes continue after the clock went {words}")

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(360
 
 
 async def allowed(world: FaultyWorld, name: str) -> int:
-    """Return the evictions that the budget allows now, by its status."""
+    """Return the number of evictions that the budget's status allows now; -1 if the status is out of date."""
     budget = await world.cluster.get(Ref("policy/v1", "PodDisruptionBudget", NAMESPACE, name))
     status: Object = budget.get("status") or {}
     seen = status.get("observedGeneration") == budget["metadata"]["generation"]

@@ -72,8 +72,8 @@ async def test_canaries_of_groups_are_promoted_and_rolled_back_and_only_leaders_
 
     await until(two_groups_of_two, "only the serving revision remains")
     second = (await world.status(name))["stable"]["revision"]
-    # With two replicas and one canary, rollouts never request more than three groups at any moment. Count the requested
-    # groups in one answer of the API server: pods outlive their set.
+    # With two replicas and one canary, rollouts never request more than three groups at any moment. Do not count
+    # pods, because they outlive their set.
     assert groups.most[name] == 2 + 1
     [left] = await sets_of(world, name)
     assert left["metadata"]["labels"][REVISION_LABEL] == second

@@ -1,4 +1,4 @@
-"""A real proxy copies live requests to a canary in a step of 0%, and the serving revision answers every user."""
+"""In a traffic step of 0%, a real proxy copies live requests to the canary, and stable engines answer every user."""
 
 import asyncio
 import json

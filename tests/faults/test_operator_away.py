@@ -28,7 +28,7 @@ async def pods_of(world: FaultyWorld, name: str, revision: str) -> list[Object]:
 
 @contextlib.asynccontextmanager
 async def asked_by_everybody(world: FaultyWorld, name: str) -> AsyncIterator[Requests]:
-    """Send requests to the Service, and in turn to a pool that selects all pods of the service."""
+    """Send requests alternately to the Service and to an InferencePool that selects all pods of the service."""
     everyone = f"all-of-{name}"
     await world.define(POOL_CRD)
     await world.cluster.create(pool(everyone, NAMESPACE, {SERVICE_LABEL: name}))
@@ -99,7 +99,7 @@ async def replaced_one_by_one(world: FaultyWorld, name: str, revision: str, pods
 
 
 async def a_canary_without_an_operator(world: FaultyWorld, name: str, serves: str) -> None:
-    """Kill the operator while a canary starts. Its pods, also a replaced one, answer and stay unready."""
+    """Kill the operator while a canary starts. The canary's pods answer and stay unready, even after a replacement."""
 
     async def begun() -> bool:
         return (await world.status(name)).get("canary", {}).get("stage") == "Starting"

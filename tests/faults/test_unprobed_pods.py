@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(360
 
 
 def moves_traffic(written: str) -> bool:
-    """Return True for a write that moves traffic. A short test has time to kill the operator only after these."""
+    """Return True for a write that moves traffic. A short test has time to kill the operator only after such writes."""
     return written.split()[1].startswith(("quantizedllmservices", "services", "inferencepools", "httproutes"))
 
 

@@ -72,7 +72,7 @@ def test_the_operators_image_is_under_200_mb(builder: Builder, operator: str) ->
         whole, ours = bytes_in(root), bytes_in(root / "opt/kvpilot")
     print(f"operator image: {whole / MEGABYTE:.0f} MB, of which {ours / MEGABYTE:.0f} MB are not the base's")
     assert whole < 200 * MEGABYTE
-    # The official Python image has about 130 MB, this base 81.
+    # The official Python image has about 130 MB, and this base has 81 MB.
     assert ours < 70 * MEGABYTE
 
 
@@ -182,7 +182,7 @@ def service() -> dict[str, object]:
 
 
 def portable(kubeconfig: Path, to: Path) -> Path:
-    """Write the kubeconfig with embedded certificates. The container's user can read it: the cluster is temporary."""
+    """Write the kubeconfig with embedded certificates, readable by everyone, because the cluster is temporary."""
     config = yaml.safe_load(kubeconfig.read_text())
     for part in (config["clusters"][0]["cluster"], config["users"][0]["user"]):
         for name in ("certificate-authority", "client-certificate", "client-key"):
@@ -212,7 +212,7 @@ def answer(port: int, path: str, process: subprocess.Popen[str], log: Path) -> s
 
 
 def pid_of(port: int) -> int:
-    """Return the container's process with this port in its arguments, as seen on this machine."""
+    """Return this machine's ID of the container's process, which has this port in its arguments."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")

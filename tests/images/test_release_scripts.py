@@ -20,7 +20,7 @@ KNOWN = {"id": "PYSEC-1", "affected": [{"package": {"ecosystem": "PyPI", "name":
 
 @contextmanager
 def vulnerabilities(of: str, status: int) -> Iterator[str]:
-    """Serve OSV's API on loopback. It knows one vulnerability of the package of this name."""
+    """Serve OSV's API on loopback. It knows one vulnerability, which is in the package `of`."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -33,7 +33,7 @@ def vulnerabilities(of: str, status: int) -> Iterator[str]:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Keep the script's output separate from the test's."""
+            """Log nothing, so that the output is the script's alone."""
 
     with HTTPServer(("127.0.0.1", 0), Answer) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -1,4 +1,4 @@
-"""A real operator in a pod, a real vLLM that it manages, and a real Prometheus that discovers and scrapes both."""
+"""A real operator in a pod, a real vLLM that it manages, and a real Prometheus that discovers and scrapes them."""
 
 import asyncio
 import copy
@@ -81,7 +81,7 @@ def documented() -> dict[str, Any]:
 
 
 def without_discovery(config: dict[str, Any], targets: Path) -> dict[str, Any]:
-    """Return that configuration with pods from a file: Debian's Prometheus lacks Kubernetes service discovery."""
+    """Return `config` with pods from the file `targets`: Debian's Prometheus lacks Kubernetes service discovery."""
     for job in config["scrape_configs"]:
         assert job.pop("kubernetes_sd_configs") == [{"role": "pod"}]
         job["file_sd_configs"] = [{"files": [str(targets)]}]

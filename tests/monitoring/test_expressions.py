@@ -24,7 +24,7 @@ from support.services import manifest, running, samples
 
 HERE = Path(__file__).parent
 RUNBOOKS = HERE.parents[1] / "docs" / "runbooks"
-# Labels that Prometheus adds to a target, and the PodMonitor to an engine.
+# Labels that Prometheus adds to every target, and labels that the PodMonitor adds to engines.
 TARGET = {
     "cluster",
     "namespace",
@@ -251,7 +251,7 @@ def moved(case: dict[str, Any], cluster: str) -> dict[str, Any]:
 
 
 def test_another_cluster_in_the_same_ruler_neither_fires_nor_hides_an_alert(tmp_path):
-    """Evaluate the series of two clusters together: that of the test case, and a second one in which no alert fires."""
+    """Evaluate a test case together with the series of a second cluster, in which no alert fires."""
     cases = yaml.safe_load((HERE / "rules_test.yaml").read_text())
     # Skip cases that check only an alert's text, that already have two clusters, or in which no operator ever ran.
     alone = [

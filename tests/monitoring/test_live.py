@@ -25,7 +25,7 @@ TRIAL = {
     "Canary", "Canaries by stage", "Canary's share of the requests", "Last trial", "Excess KL of the last probe",
     "Excess KL of the last probe, the ten highest", "Top-1 agreement of the last probe",
 }  # fmt: skip
-# Panels that have data only after a rollback or with objectives. This service has neither.
+# Panels that have data only after a rollback or with objectives. This service has no rollback and no objectives.
 OTHERS = {
     "Dtypes that are denied", "Latency objectives",
 }  # fmt: skip

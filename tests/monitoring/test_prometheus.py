@@ -50,7 +50,7 @@ OPERATOR_LABELS = {"app.kubernetes.io/name": "kvpilot", "app.kubernetes.io/compo
 
 
 def address() -> str:
-    """Return a separate loopback address, as a pod has one, because the ports are the documented ones."""
+    """Return a random loopback address. Each pod needs its own, because all pods listen on the documented ports."""
     return f"127.{random.randint(128, 254)}.{random.randint(1, 254)}.{random.randint(1, 254)}"
 
 
@@ -60,7 +60,7 @@ def pod(namespace: str, name: str, ip: str, labels: dict[str, str], containers: 
 
 
 def eventful(now: datetime) -> Status:
-    """Return a service with one trial rolled back and its dtype denied, and another trial running."""
+    """Return a status with a trial that was rolled back, its denied dtype, and another trial that runs."""
     trial = Canary(
         revision="r2", dtype="k4v4", from_dtype="auto", stage="Shifting", started_time=now, stage_time=now,
         weight_percent=25,
