@@ -114,7 +114,7 @@ def acted_upon(pair):
     until(seen, "the change is acted upon", seconds=PATIENCE)
 
 
-def test_of_two_replicas_one_acts_and_the_other_is_ready_and_writes_nothing(pair):
+def test_one_of_two_replicas_acts_and_the_other_is_ready_and_writes_nothing(pair):
     began = now()
     leader, standby = pair.settle()
     acted_upon(pair)
@@ -239,7 +239,7 @@ def test_after_half_a_minute_without_an_api_server_one_replica_leads(pair):
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_no_write_is_out_of_place_after_a_dozen_leaders_end_at_random_times(pair):
+def test_only_lease_holders_write_while_a_dozen_leaders_end_at_random_times(pair):
     dice = random.Random(5)
     took = []
     for _ in range(12):

@@ -308,7 +308,7 @@ def firing() -> dict[str, list[set[str]]]:
 
 
 @pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
-def test_each_alert_has_tests_both_ways_a_runbook_and_only_existing_labels(rule):
+def test_each_alert_has_a_firing_and_a_silent_test_a_runbook_and_only_existing_labels(rule):
     cases = firing()[rule["alert"]]
     assert any(cases), "no test in which it fires"
     assert not all(cases), "no test in which it stays silent"

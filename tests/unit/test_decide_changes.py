@@ -163,7 +163,7 @@ def test_values_of_options_that_may_be_secret_are_not_shown() -> None:
     assert "old-secret" not in said
 
 
-def test_of_the_options_of_vllm_and_kvpilot_only_these_hide_their_values() -> None:
+def test_only_four_options_of_vllm_and_kvpilot_hide_their_values() -> None:
     options = json.loads((Path(arguments.__file__).parent / "vllm.json").read_text())["options"]
     hidden = {name for name in (*options, *arguments.KVPILOT) if f"argument {name} changed" in changed_from(name, "7")}
     assert hidden == {"--allow-credentials", "--api-key", "--hf-token", "--ssl-keyfile"}

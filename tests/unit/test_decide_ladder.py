@@ -61,7 +61,7 @@ def test_an_unknown_gpu_or_model_rules_no_dtype_out():
     assert reason("k4v4", hardware=NodeFacts("unlabelled-gpu"), model=None) is None
 
 
-def test_of_our_dtypes_only_those_for_latents_serve_a_model_with_latent_attention():
+def test_a_model_with_latent_attention_takes_only_latent_dtypes_of_ours():
     mla = replace(LLAMA, mla=True)
     against = infeasible("k4v4", SPEC, HOPPER, mla)
     assert "its own dtypes (mla8 or mla4)" in (against or "")
@@ -78,7 +78,7 @@ def test_latent_dtypes_are_ruled_out_with_offloading():
     assert against == "mla4 does not go together with kvCache.offload"
 
 
-def test_a_ladder_with_dtypes_of_both_kinds_serves_models_with_latents_and_without():
+def test_a_ladder_with_latent_and_other_dtypes_serves_models_with_and_without_latents():
     spec = spec_of(manifest(kvCache={"mode": "Auto", "ladder": ["fp8", "mla4", "k4v4"]}))
     for model, left in ((LLAMA, ["auto", "fp8", "k4v4"]), (replace(LLAMA, mla=True), ["auto", "fp8", "mla4"])):
         found = rungs(spec, HOPPER, model, (), NOW)

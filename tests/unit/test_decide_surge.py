@@ -139,7 +139,7 @@ def test_in_a_surge_with_evicted_prefixes_replicas_are_doubled():
     assert step(choose_step(surging(4, memory=True))) == ("ScaleOut", "auto", 8)
 
 
-def test_more_replicas_are_requested_while_some_load_only_if_those_are_not_enough():
+def test_while_replicas_load_more_are_requested_only_if_the_loading_ones_are_not_enough():
     s = replace(surging(1), replicas_changed=NOW - timedelta(seconds=15), ready=1)
     assert step(choose_step(replace(s, replicas=2))) == ("ScaleOut", "auto", 4)
     assert choose_step(replace(s, replicas=4)).reason == "Busy"

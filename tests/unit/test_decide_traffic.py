@@ -242,7 +242,7 @@ def test_before_its_probes_have_passed_a_canary_is_never_selected():
         assert selected(stage, some("old", 2) + some("new", 1)) == "old"
 
 
-def test_without_a_route_both_revisions_are_selected_and_with_one_only_the_stable():
+def test_without_a_route_both_revisions_are_selected_and_with_a_route_only_the_stable_one():
     pods = some("old", 2) + some("new", 1)
     assert selected("Shifting", pods, traffic_mode="ReplicaRatio") == traffic.EVERY_REVISION
     assert selected("Shifting", pods, traffic_mode="HTTPRoute") == "old"
@@ -256,7 +256,7 @@ def test_two_revisions_are_never_selected_while_a_borrowed_replica_exists():
     assert selected("Promoting", leaving) == traffic.EVERY_REVISION
 
 
-def test_a_promotion_selects_the_canary_alone_once_all_of_it_answers_and_has_settled():
+def test_a_promotion_selects_only_the_canary_once_all_its_pods_answer_and_have_settled():
     assert selected("Promoting", some("old", 2) + some("new", 1)) == traffic.EVERY_REVISION
     whole, since = some("old", 1) + some("new", 2), NOW - timedelta(seconds=traffic.SETTLE_SECONDS)
     assert selected("Promoting", whole, observed=None) == traffic.EVERY_REVISION

@@ -67,7 +67,7 @@ def test_evicted_prefixes_of_a_full_cache_are_memory_bound():
 
 
 @pytest.mark.parametrize(("capacity", "memory"), [(1_000_000, True), (100_000_000, False)])
-def test_prefixes_count_as_evicted_only_if_the_window_has_overwritten_the_cache(capacity, memory):
+def test_prefixes_count_as_evicted_only_if_the_windows_tokens_could_overwrite_the_cache(capacity, memory):
     window = samples(usage=0.5, waiting=0.2, seconds=900)
     window = tuple(
         replace(s, flows=reused(0.9 if i < 90 else 0.1), capacity_tokens=capacity) for i, s in enumerate(window)

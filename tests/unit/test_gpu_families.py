@@ -67,7 +67,7 @@ def test_an_engine_that_failed_is_not_served() -> None:
     assert verdict({**SOUND, "errors": {"k4v4/crowded": "no"}}) == "not served: k4v4/crowded: no"
 
 
-def test_a_missing_run_alone_does_not_change_the_verdict_but_a_bad_one_does() -> None:
+def test_a_missing_alone_run_does_not_change_the_verdict_but_a_bad_alone_run_does() -> None:
     crowd = {name for name in SOUND if name.endswith("/alone")}
     without = {key: value for key, value in SOUND.items() if key not in crowd}
     assert verdict({**without, "errors": {"k4v4/alone": "it did not end in time"}}) == RIGHT

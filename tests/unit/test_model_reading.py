@@ -206,7 +206,7 @@ def test_reading_a_model_needs_neither_torch_nor_transformers():
     assert not {"torch", "transformers", "numpy", "vllm"} & set(loaded.stdout.split())
 
 
-def test_the_defaults_are_those_of_the_transformers_that_is_installed():
+def test_the_defaults_are_those_of_the_installed_transformers():
     # `make check` compares the whole table. This test only checks which version the table was made with.
     file = Path(importlib.util.find_spec("kvpilot_formats.models").origin).with_name("defaults.json")
     assert json.loads(file.read_text())["transformers"] == importlib.metadata.version("transformers")

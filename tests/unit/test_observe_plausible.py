@@ -157,7 +157,7 @@ def test_a_few_contradictory_pages_far_apart_do_not_make_a_pod_implausible() -> 
     assert named == [False] * (LASTING_PAGES - 1) + [True]
 
 
-def test_a_pod_that_reports_a_new_process_at_every_scrape_becomes_implausible_as_soon() -> None:
+def test_contradictory_pages_make_a_pod_implausible_even_if_each_is_of_a_new_process() -> None:
     def reborn(i: int) -> dict[str, PodMetrics]:
         return {"a": replace(held(i), process_start=at(5 * i - 1).timestamp())}
 

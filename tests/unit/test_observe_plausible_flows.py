@@ -105,7 +105,7 @@ def test_falling_request_seconds_are_not_a_restart() -> None:
     assert (flows.prefill_seconds, flows.decode_seconds, flows.finished, flows.failed) == (0.0, 1.0, 1, 1)
 
 
-def test_an_error_that_is_an_http_500_too_fails_one_request() -> None:
+def test_an_engine_error_that_is_also_an_http_500_counts_as_one_failed_request() -> None:
     fleet = ScrapeLoop()
     fleet.scrape(0, {"a": BUSY})
     flows = fleet.scrape(5, {"a": counted(BUSY, finished=10, errors=2, server_errors=3)}).flows

@@ -31,7 +31,7 @@ def test_the_documented_output_is_the_printed_one(capsys):
         assert [line for line in answer.splitlines() if line != "..." and line not in printed] == []
 
 
-def test_without_a_given_cache_size_engine_and_utilization_take_ten_of_the_67_sequences(capsys):
+def test_the_engines_own_memory_and_the_utilization_cost_ten_of_the_67_sequences(capsys):
     document = planned(capsys, "Llama-3-70B", "--gpu", "H100-80GB", "--gpus", "4", "--context", "8192")
     assert sequences(document, "auto", 8192) == 57
     memory = document["memory_per_gpu"]

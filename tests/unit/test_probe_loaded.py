@@ -18,7 +18,9 @@ ALLOWED = Allowed(kl=0.02, disagreement=0.03)
 
 
 @pytest.mark.parametrize(("seconds", "prompts"), [(60.0, MIN_PROMPTS), (5.0, 0)])
-async def test_long_prompts_are_loaded_first_and_none_after_the_time_of_the_run(seconds: float, prompts: int) -> None:
+async def test_long_prompts_are_loaded_first_and_no_prompt_after_the_time_of_the_run(
+    seconds: float, prompts: int
+) -> None:
     asked: list[int] = []
 
     async def handler(path: str, body: Body, writer: Writer) -> None:

@@ -83,7 +83,7 @@ async def test_a_slow_engine_is_eventually_probed_even_if_others_hang(
     assert isinstance(found.outcome, Measurement)
 
 
-async def test_failures_of_uncounted_probes_are_retried_with_growing_pauses(
+async def test_failed_searches_for_a_baseline_are_retried_with_growing_pauses(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []

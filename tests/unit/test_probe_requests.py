@@ -236,7 +236,7 @@ async def test_a_canary_that_passes_fills_its_context_once_before_any_user_does(
     ],
     ids=["it dies", "it answers with an error", "its logprobs are NaN"],
 )
-async def test_a_canary_that_fails_at_a_full_context_alone_is_reported_by_its_length(
+async def test_a_canary_that_fails_only_at_a_full_context_is_reported_with_the_prompts_length(
     bench: Bench, fails: Callable[[Writer], None], words: str
 ) -> None:
     bench.cluster.keep(NAME, codec.encode(await captured(bench)))
