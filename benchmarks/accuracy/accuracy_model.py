@@ -165,7 +165,7 @@ def _rounded(
 
 
 def _after(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, scale: float) -> torch.Tensor:
-    """Compute causal attention of queries whose first position is `context`."""
+    """Compute causal attention of queries that follow `context` earlier tokens."""
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril_(context)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 
@@ -176,7 +176,7 @@ def _exact_ends(
     """Compute causal attention with exact ends (`Codec.exact_ends`).
 
     Each tile of queries reads its own tile and the sequence's first tile in 16 bits, and quantized tiles between them.
-    `fresh` has exact keys and values, `stored` the decoded ones. `tile` is the number of tokens of a tile.
+    `fresh` has exact keys and values, and `stored` has decoded ones. `tile` is the number of tokens of a tile.
     """
     outs = []
     for i in range(0, q.shape[2], tile):

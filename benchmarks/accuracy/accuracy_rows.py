@@ -117,7 +117,7 @@ def bits(name: str, head_dim: int) -> float:
     known = rivals()
     if name in known:
         codec = known[name]
-        kept = 2 * codec.tile if codec.exact_ends else 0  # The first tile and the unfinished one are in 16 bits.
+        kept = 2 * codec.tile if codec.exact_ends else 0  # The first and the unfinished tile have 16 bits.
         return _mixed(codec.bits(head_dim), kept)
     fmt, _, recent, first = _parts(name)
     pages = fmt.bits_per_element(head_dim)

@@ -55,7 +55,7 @@ def _prose(info: str) -> str:
 
 
 def sequences(tokenizer: Any, plan: list[tuple[str, int, int]]) -> list[Sequence]:
-    """Return sequences of the texts. Each begins with the special tokens that the tokenizer puts before a prompt.
+    """Return sequences of the texts, each with the special tokens that the tokenizer puts before a prompt.
 
     Args:
         plan: (name of the text, tokens, number of sequences). The sequences of a text are consecutive and do not

@@ -20,7 +20,7 @@ class Job:
         hit: number of each text's tokens that an earlier request leaves in the prefix cache; 0 for none.
         decoded: True to feed each text token by token, False to prefill it at once.
         out: file for the answers. `states` of each text are [tokens after the hit, hidden], in the model's dtype.
-            `logprobs` are the engine's own, for each of these tokens except the first.
+            `logprobs` are reported by the engine, for each of these tokens but the first.
     """
 
     engine: dict[str, Any]

@@ -8,7 +8,7 @@ For each KV-cache dtype an engine answers the same prompts greedily in several w
 
 `--tp N` adds crowded runs on N GPUs, and `--drafters` adds crowded runs with a draft model. The control is the dtype
 `auto`: even its *alone* and *crowded* answers differ, because batches of another shape round differently. Each dtype's
-answers *alone* are also compared with those of `auto`. The program writes OUT/equality-MODEL.json, from which
+*alone* answers are also compared with those of `auto`. The program writes OUT/equality-MODEL.json, from which
 `gpu_equality_page.py` makes the page.
 """
 
@@ -188,8 +188,8 @@ def answer(args: argparse.Namespace, model: Path, scratch: Path, env: dict[str, 
 def compare(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row of figures for each compared pair of runs.
 
-    A dtype's run *alone* is compared with the run *alone* of `auto`. A run on several GPUs is compared with the crowded
-    run of its dtype, and every other run with the run *alone* of its dtype.
+    A dtype's *alone* run is compared with the *alone* run of `auto`. A run on several GPUs is compared with the crowded
+    run of its dtype, and every other run with the *alone* run of its dtype.
     """
     rows = []
     for name, run in found.items():

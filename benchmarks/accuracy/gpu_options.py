@@ -112,7 +112,7 @@ def on_one(engines: Engines, models: dict[str, Path], what: str) -> None:
 
 
 def on_two(engines: Engines, models: dict[str, Path], what: str) -> None:
-    """Add the engines that test the feature `what` on two GPUs, and for comparison the same model on one GPU."""
+    """Add the engines that test the feature `what` on two GPUs, and engines with the same model on one GPU."""
     name, how, engine = SPREAD[what]
     for run in ON_TWO:
         if f"one {name} {run}" not in engines.asked:

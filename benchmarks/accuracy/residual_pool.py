@@ -38,7 +38,7 @@ from kvpilot_cli.backtest.loads import cut, synthetic
 from kvpilot_cli.backtest.service import Objective, Service
 
 ELASTIC = {"elastic": inf, "elastic-60": 60.0, "elastic-seen": None, "elastic-limit": None}
-"""Seconds after which a cached prefix counts as idle and may be evicted for residuals, by row; None to learn them."""
+"""Seconds after which a cached prefix counts as idle and may be evicted for residuals, by row; None to learn it."""
 
 FLOOR = 2
 """Number of newest blocks of a running request that keep their residuals."""
@@ -104,7 +104,7 @@ class Pool(Blocks):
         return self.share * (self.total - self._empty - count) + count
 
     def reuse(self, session: int, count: int) -> None:
-        """Reuse a prefix. Lower the learnt idle time by 0.1%, or raise it to twice the idle time of this prefix."""
+        """Reuse a prefix. Lower the learnt idle time by 0.1%, but not below twice the idle time of this prefix."""
         if count and self._learns:
             self._idle = max(0.999 * self._idle, 2 * (self._engine.now - self._since[session]))
         super().reuse(session, count)

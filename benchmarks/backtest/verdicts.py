@@ -21,7 +21,7 @@ RULE = (
 def judge(pilot: Row, other: Row) -> str:
     """Return whether the pilot is `ahead` of, `equal` to or `behind` the other policy.
 
-    - If only one policy has SERVED_PERCENT of good requests or more, it is ahead.
+    - If only one policy has SERVED_PERCENT of good requests or more, that policy is ahead.
     - If both have less, and their good requests differ by more than MORE_PERCENT of all requests, the policy with
       more of them is ahead.
     - Otherwise the policy with fewer GPU-hours per good request is ahead.

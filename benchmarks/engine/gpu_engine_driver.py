@@ -48,7 +48,7 @@ class Driver:
         self._ids = itertools.count()
 
     def prefill(self, prompts: list[list[int]]) -> Filled:
-        """Prefill the prompts. Return the time from the first request to the first token of the last one."""
+        """Prefill the prompts. Return the time until the last request has its first token."""
         began, cached = time.perf_counter(), 0
         self.submit(prompts, 1)
         while self.engine.has_unfinished_requests():

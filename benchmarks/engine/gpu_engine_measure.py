@@ -35,7 +35,7 @@ class Job:
         engine: keyword arguments of `vllm.LLM`.
         cases: (number of sequences, context tokens) of each decode measurement.
         chunked: tokens of a prompt whose first half is cached and whose second half is prefilled; 0 to skip this case.
-        mixed: True to also measure a step that prefills the end of such a prompt and short prompts.
+        mixed: True to also measure a step that prefills the end of a long prompt and several short prompts.
         steps, repeats: decode steps in one timing, and timings per case.
         vocab: token IDs are drawn below this number.
         drafts: random draft tokens per sequence and step, almost all of which are rejected. So a step computes 1 +

@@ -15,7 +15,7 @@ Runs = dict[str, Run]
 
 
 def load(paths: Iterable[Path]) -> dict[str, Runs]:
-    """Return the runs in these files by shape and dtype. The name of a shape includes the number of GPUs if > 1."""
+    """Return the runs in these files by shape and dtype. A shape's name includes the number of GPUs, if several."""
     found: dict[str, Runs] = {}
     for run in sorted((run for path in paths for run in _documents(path)), key=lambda run: run["date"]):
         gpus = f", {run['tp']} GPUs" if run["tp"] > 1 else ""
@@ -43,7 +43,7 @@ def prefill(run: Run | None, context: int) -> float | None:
 
 
 def attention(run: Run | None, batch: int, context: int) -> float | None:
-    """Return how many milliseconds of a decode step attention to the context takes; None if not measured.
+    """Return the milliseconds of a decode step that are spent on the context; None if not measured.
 
     The result is the step's time minus the time of a step with 16 tokens of context per sequence.
     """
@@ -161,7 +161,7 @@ def results_table(runs: Runs) -> str:
 
 
 def over(value: float | None, up: float | None, down: float | None, digits: int = 2, other: float | None = None) -> str:
-    """Return a table cell: the value, and how many times better it is than that of `auto` and of `fp8` (`other`).
+    """Return a table cell: the value, and ratios by which it is better than with `auto` and with `fp8` (`other`).
 
     The ratio to `auto` is `up` / `down`.
     """

@@ -1,4 +1,4 @@
-"""Let one engine load from LMCache what another computed: `python -m benchmarks.engine.gpu_lmcache`.
+"""Let one engine load another engine's KV cache from LMCache: `python -m benchmarks.engine.gpu_lmcache`.
 
 The program starts a server of LMCache without a GPU and, for each dtype, two engines (dummy weights), one after the
 other. The first engine computes prompts one by one and stores them. The second engine starts with an empty cache and

@@ -113,7 +113,7 @@ class Engine:
 
         if current_platform.is_cpu():
             # vLLM 0.32 on a CPU searches every module for kernels, and crashes on a module of numba, which LMCache
-            # imports: an object of llvmlite there has no `__dict__`. So give it one.
+            # imports: an object of llvmlite there has no `__dict__`. So give that object one.
             import llvmlite.binding.ffi
 
             llvmlite.binding.ffi.lib._fntab["__dict__"] = {}

@@ -4,7 +4,7 @@ Conversations continue in random order, a fixed number at a time. Their historie
 the GPU's cache. Each dtype has one engine with the host tier and one without (dummy weights). All engines get the same
 load, the same host memory, and a GPU cache with the same number of tokens (with `--equal bytes`, of bytes).
 
-`--check` runs each engine with a tier once more, briefly. It compares every block that returns with the block that
+`--check` runs each engine with a tier once more, briefly, and compares every block that returns with the block that
 left, in all layers. The program writes OUT/offload-SHAPE.json and prints a table.
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 MODE_FILE = "GATE_MODE_FILE"
-"""Environment variable with the path of a file that contains the mode's name. Without it, there is no damage."""
+"""Environment variable with the path of a file that contains the mode's name. Without the file there is no damage."""
 
 BLOCK = 64
 FOREIGN = 7
@@ -29,7 +29,7 @@ class Row:
     Attributes:
         request: id of the request.
         prompt: length of the prompt.
-        hit: tokens that the prefix cache had, on the GPU or beyond it.
+        hit: tokens that the prefix cache had, on the GPU or elsewhere.
         loaded: tokens of the hit that a KV connector has loaded.
         before: computed tokens before the step.
         new: tokens that the step computes.
@@ -166,13 +166,13 @@ def _shared_prefix(table: torch.Tensor, row: int, one: Row) -> None:
 
 
 def _page_start(table: torch.Tensor, row: int, one: Row) -> None:
-    """Damage page starts: in the step that fills the first slot of a page, read a foreign page before it."""
+    """Damage page starts: in the step that fills a page's first slot, read a foreign page as the page before."""
     if one.generated and one.before and one.before % BLOCK == 0:
         _foreign(table, row, one.before // BLOCK - 1)
 
 
 def _chunk(table: torch.Tensor, row: int, one: Row) -> None:
-    """Damage chunks: in the second chunk of a prompt, read the first page instead of the first chunk's last two."""
+    """Damage chunks: in the second chunk of a prompt, read the prompt's first page, not the two before the chunk."""
     if one.hit < one.before < one.prompt:
         last = (one.before - 1) // BLOCK
         table[row, last - 1 : last + 1] = table[row, 0]
@@ -212,7 +212,7 @@ def _one_head(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _overflow(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Damage keys: change the sign of elements beyond 18, as an integer overflow does. One element in 200 is."""
+    """Damage large elements of keys: change the sign beyond 18, as an integer overflow does. One in 200 is so large."""
     key[key.abs() > OVERFLOW] *= -1
 
 

@@ -197,7 +197,7 @@ class Pair:
 
 
 def seeded(prompts: Sequence[ProbePrompt], seed: int) -> list[ProbePrompt]:
-    """Put a text of the seed at the start of each written prompt, so that each gate has other prompts."""
+    """Put a text that depends on the seed before each written prompt, so that each gate has other prompts."""
     text = next(prose.chapters(seed, 12)).text
 
     def begun(prompt: ProbePrompt) -> ProbePrompt:

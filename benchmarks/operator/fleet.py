@@ -67,7 +67,7 @@ class Fleet:
         self._port = port
         self.watched = Watched(cluster)
         self.keys: list[tuple[str, str]] = []
-        # Share one generator: measurements that began at the same seed would write the same values, and change nothing.
+        # Share one generator: with a seed of its own, each measurement would write the same values, and change nothing.
         self._random = random.Random(1)  # noqa: S311
 
     async def grow(self, size: int) -> float:

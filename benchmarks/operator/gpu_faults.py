@@ -2,8 +2,8 @@
 
     python -m benchmarks.operator.gpu_faults --out faults.json [--faults NAME ...]
 
-It needs a host as for the demo's story on GPUs (docs/localcluster.md). Four engines run at a time: two replicas, and as
-many of another revision. On a host with fewer than four GPUs, engines share GPUs. All faults run in one local cluster,
+The host must be fit for the demo's story on GPUs (docs/localcluster.md). Four engines run at a time: two replicas, and
+two of another revision. On a host with fewer than four GPUs, engines share GPUs. All faults run in one local cluster,
 one after another, in this order:
 
 kill       kill -9 of all processes of an engine that streams answers

@@ -1,4 +1,4 @@
-"""Two operators never manage the same services: Helm refuses the second one, and only one has the rights for them.
+"""No service has two operators: Helm refuses a second operator, and only one operator has rights on the service.
 
 The tests use a real API server and Helm. The releases have no pods.
 """

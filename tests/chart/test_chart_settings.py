@@ -1,4 +1,4 @@
-"""Values that clusters set: each changes the fields that it names, and nothing else."""
+"""Chart values that depend on the cluster: each value changes the fields that it names, and nothing else."""
 
 import json
 import re

@@ -26,7 +26,7 @@ def shell(cluster: LocalCluster, installable: Path, tmp_path: Path) -> Iterator[
     yield shell
     shell("helm uninstall kvpilot --namespace kvpilot-system --ignore-not-found")
     shell("kubectl delete crd quantizedllmservices.kvpilot.io --ignore-not-found")
-    # A namespace that is being deleted gets no new pods. Its engine need not drain for a minute.
+    # Delete the namespaces first, so that no new pods start. Then end the engine without a minute of draining.
     shell("kubectl delete namespace models kvpilot-system --wait=false")
     shell("kubectl -n models delete pods --all --grace-period=1")
     shell("kubectl delete namespace models kvpilot-system --ignore-not-found")

@@ -145,7 +145,7 @@ def test_a_users_service_with_our_name_is_never_changed(rest: Rest, namespace: s
 
 
 def replaced(rest: Rest, namespace: str, path: str) -> Json:
-    """Replace the operator's Service with a user's. The operator recreates its own as soon as its watch sees that."""
+    """Replace the operator's Service with a user's Service, faster than the operator recreates its own."""
     made: list[Json] = []
 
     def quicker() -> bool:

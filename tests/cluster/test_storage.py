@@ -1,4 +1,4 @@
-"""A claim for weights, on a real API server (Kubernetes 1.20) with its controllers and admission."""
+"""A PersistentVolumeClaim for weights, on a real API server (Kubernetes 1.20) with its controllers and admission."""
 
 from typing import Any
 

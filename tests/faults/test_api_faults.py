@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 STORM_SECONDS = 6
 RECOVERS = 60
-"""Seconds from a fault's end until the operator has acted on all changes.
+"""Limit in seconds from a fault's end until the operator has acted on all changes.
 
 The limit is more than ten times the usual time on idle cores, which is mostly below 3 s. It is below the 75 s after
 which the operator reopens any silent watch, so a test fails if a fault leaves a watch dead.
@@ -172,7 +172,7 @@ async def test_watches_see_changes_from_before_a_compaction_of_etcd(world):
             server.kill()  # a restarted server has an empty watch cache
         core.start()
         await answers(world)
-        definitions.start()  # this server reads the core server at its start, and exits if it cannot
+        definitions.start()  # the server for CRDs reads the core server at its start, and exits if it cannot
         await until(readable, "services can be read again")
         began = time.monotonic()
         await world.api.back()

@@ -107,7 +107,7 @@ async def groups_need_no_operator(world, name):
 
 
 async def a_canary_of_groups_waits_for_an_operator(world, name):
-    """Kill the operator while a canary starts. Its group answers and stays unready, also after a replacement."""
+    """Kill the operator while a canary starts. The canary's group answers but stays unready, even if replaced."""
     await world.patch(name, {"kvCache": {"dtype": "fp8"}})
 
     async def begun():

@@ -35,7 +35,7 @@ async def uid(world: FaultyWorld, name: str) -> str:
 
 
 async def owners(world: FaultyWorld, name: str) -> set[str]:
-    """Return the owners of objects with the service's label, by uid."""
+    """Return the uids of the owners of all objects with the service's label."""
     found = []
     for api_version, kind in (("apps/v1", "Deployment"), ("v1", "Service"), ("v1", "ConfigMap")):
         found += await world.cluster.list(api_version, kind, NAMESPACE, f"{SERVICE_LABEL}={name}")

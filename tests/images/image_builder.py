@@ -54,7 +54,7 @@ class Builder:
         shutil.rmtree(root)
 
     def build(self, dockerfile: Path, context: Path, tag: str, arguments: Mapping[str, str]) -> None:
-        """Build a Dockerfile with this machine's access to the package index. The image keeps no trace of it."""
+        """Build a Dockerfile with this machine's access to the package index, of which the image keeps no trace."""
         options = [part for name, value in arguments.items() for part in ("--build-arg", f"{name}={value}")]
         options += [part for mount in self._index() for part in ("--volume", mount)]
         self(
@@ -102,7 +102,7 @@ class Builder:
         yield f"{file}:/etc/pip.conf:ro"
         if _AUTHORITIES.is_file():
             yield f"{_AUTHORITIES}:{_AUTHORITIES}:ro"
-        # The pages of an index link to files beside it.
+        # An index may link to files in the folder beside it, so mount that folder.
         folders = [Path(word) for word in settings.get("find-links", "").split()]
         folders += [
             Path(word.removeprefix("file://")).parent

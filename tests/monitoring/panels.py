@@ -31,14 +31,14 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Panel:
-    """Expression of a panel, still with Grafana's variables."""
+    """Expression of a panel, before Grafana replaces its variables."""
 
     dashboard: str
     title: str
     expression: str
 
     def filled(self, namespace: str, name: str) -> str:
-        """Return the expression as Grafana sends it with these variables."""
+        """Return the expression as Grafana sends it with these values of its variables."""
         text = self.expression.replace("$__rate_interval", "1m").replace("$namespace", namespace)
         text = text.replace("$job", "kvpilot-operator").replace("$operator_namespace", "kvpilot-system")
         return text.replace("$cluster", ".*").replace("$name", name)

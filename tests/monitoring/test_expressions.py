@@ -40,7 +40,7 @@ EXPRESSIONS += [(rule["alert"], rule["expr"]) for rule in alerts()]
 
 
 def page_of(text: str) -> dict[str, set[str]]:
-    """Return the labels of each series of a page, by its name."""
+    """Return the labels of each series of a page, by the series' name."""
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -62,7 +62,7 @@ def telemetry() -> Telemetry:
 
 @pytest.fixture(scope="module")
 def existing(telemetry) -> dict[str, set[str]]:
-    """Return the labels of every series, by name. Ours come from registries, and vLLM's from its page."""
+    """Return the labels of every series, by name. Our series come from registries, and vLLM's from its metrics page."""
     ours = page_of(generate_latest(telemetry.registry).decode())
     for family in FAMILIES:
         ours.setdefault(family.series, set()).update({"namespace", "name", *family.labels})

@@ -154,7 +154,7 @@ async def test_a_trial_shows_in_every_panel_that_is_about_trials(monitored, tmp_
     (panel,) = (panel for panel in panels() if panel.title == latencies)
     dtypes = {one["metric"]["kvpilot_io_dtype"] for one in await monitored.query(panel.filled(NAMESPACE, NAME))}
     assert "k4v4" in dtypes
-    # KVPILOT_IMAGES=docs/images writes them as the figures of docs/observability.md.
+    # KVPILOT_IMAGES=docs/images renews the figures of docs/observability.md.
     folder = Path(os.environ.get("KVPILOT_IMAGES") or tmp_path)
     for figure in await draw(monitored, began - 20, time.time(), folder):
         assert figure.read_text().count("<path") > 50

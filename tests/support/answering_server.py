@@ -17,7 +17,7 @@ class Server:
 
     Attributes:
         url: the server's address.
-        cluster: a client for it.
+        cluster: a client for this server.
         asked: requests that the server received.
         told: (method, kind, HTTP status) of each request, as the client passes it to its callback `on_request`.
         wrote: (kind, namespace, name, object) of each write, as the client passes it to its callback `on_write`.

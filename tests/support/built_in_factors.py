@@ -1,4 +1,4 @@
-"""Compute the calibration factors that an engine should find in the built-in text, but without an engine."""
+"""Compute, without an engine, the calibration factors that an engine should find in the built-in text."""
 
 from pathlib import Path
 from typing import Any

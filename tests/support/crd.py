@@ -1,4 +1,4 @@
-"""The installed CRD, and the API server's defaulting."""
+"""The CRD of the checkout, and the API server's defaults and checks without a server."""
 
 from collections.abc import Mapping
 from functools import cache

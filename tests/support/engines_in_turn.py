@@ -51,7 +51,7 @@ class Answered:
 
 
 def serve(turns: Sequence[Turn], env: Mapping[str, str] | None = None) -> list[Answered]:
-    """Run the engines in a separate process. Prompts read quantized pages, and calibration is off."""
+    """Run the engines in a separate process. Prefills read quantized pages, and calibration is off."""
     asked = [asdict(turn) for turn in turns]
     return [Answered(**found) for found in ask("support.engines_in_turn", asked, **{**_PLAIN, **(env or {})})]
 

@@ -21,7 +21,7 @@ from kvpilot_localcluster.images import DEFAULT_TABLE
 from kvpilot_runtime import serve
 from support.own_process import QUIET, address, begin, status
 
-# vLLM reads these during its import, so an engine that sets them is not forked.
+# vLLM reads these variables during its import, so an engine that sets them is not forked.
 _READ = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE")
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 

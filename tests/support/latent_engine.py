@@ -56,7 +56,7 @@ def serve(
 
     Args:
         requests: prompt and number of answer tokens of each request.
-        from_pages: True lets prompts read quantized pages.
+        from_pages: True lets prefills read quantized pages.
         interpreted: True uses the CUDA backend in Triton's interpreter.
         engine: additional arguments of `vllm.LLM`.
 

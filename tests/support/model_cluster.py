@@ -93,7 +93,7 @@ class ModelCluster:
     unread: tuple[Unanswered, ...] = ()
     """Parts of the snapshot that cannot be observed now."""
     unanswered: tuple[Question, ...] = ()
-    """Questions that the test makes fail. A failure of any other question is a bug in decide."""
+    """Questions (steps of a reconcile) that the test makes fail. Any other failure is a bug in decide."""
     watch: "Callable[[ModelCluster], None]" = lambda _: None
     """Callback after every write, to check properties that hold at every moment."""
     engines: ModelEngines = field(default_factory=ModelEngines)
@@ -362,7 +362,7 @@ class ModelCluster:
         self.baseline = PROBES
 
     def pod_names(self, *, workers: bool = False) -> set[str]:
-        """Return the names of pods that take requests, or of all pods."""
+        """Return the names of pods that take requests, or, with `workers`, of all pods."""
         return {one.name for view in self._pods() for one in (view.group if workers else (view,))}
 
     def _pods(self) -> list[PodView]:

@@ -62,7 +62,7 @@ def run(
     module: str, asked: "DataclassInstance | list[Any] | dict[str, Any]", **environment: str
 ) -> tuple[int, str, str]:
     """Run a module as `ask` does. Return its exit status, stdout and stderr, even after a failure."""
-    # Prompts read quantized pages, unless the question says otherwise.
+    # Let prefills read quantized pages, unless the question says otherwise.
     variables = {**_quiet(), "KVPILOT_PREFILL_FROM_PAGES": "1", **environment}
     with TemporaryDirectory() as folder, _turn:
         question, *said = (Path(folder) / name for name in ("question", "out", "err"))

@@ -15,5 +15,5 @@ def write_safetensors(file: Path, size: int) -> None:
 
 
 def write_index(file: Path, names: Iterable[str]) -> None:
-    """Write an index with the file of each of a model's tensors."""
+    """Write an index that names the file of each tensor of a model."""
     file.write_text(json.dumps({"weight_map": {f"w{i}": name for i, name in enumerate(names)}}))

@@ -63,7 +63,7 @@ class ServingFleet(ModelCluster):
 
 
 def fixed(dtype: str, **spec: Any) -> dict[str, Any]:
-    """Return a service with this dtype and a run every minute."""
+    """Return a service with this dtype and a probe run every minute."""
     accuracy = {"periodSeconds": PERIOD, **spec.pop("accuracy", {})}
     return manifest(kvCache={"mode": "Fixed", "dtype": dtype}, accuracy=accuracy, **spec)
 

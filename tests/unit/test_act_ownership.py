@@ -1,4 +1,4 @@
-"""The operator never writes or deletes objects that the service does not own, even if they are older."""
+"""The operator never writes or deletes objects that the service does not own, even if they existed first."""
 
 from collections.abc import AsyncIterator
 from contextlib import nullcontext

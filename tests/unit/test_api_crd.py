@@ -1,4 +1,4 @@
-"""The CRD follows API conventions: every field is bounded and described, none is a float, dtypes have one list."""
+"""The CRD follows API conventions: fields are bounded and described, no field is a float, and dtypes have one list."""
 
 import re
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""The request-level engine loses no request, never exceeds its blocks, and preempts only if blocks run out."""
+"""The backtest's simulated engine loses no request, never exceeds its blocks, and preempts only if blocks run out."""
 
 import json
 import random

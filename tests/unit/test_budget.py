@@ -58,7 +58,7 @@ class Held:
                 self.by[tenant] -= 1
 
     def hanging(self, count: int, tenant: str | None = None, patience: float = math.inf) -> list[asyncio.Task[None]]:
-        """Start `count` tasks that hang. All belong to `tenant`. If it is None, each belongs to another tenant."""
+        """Start `count` tasks that hang. All belong to `tenant`. If it is None, each task belongs to another tenant."""
         return [asyncio.create_task(self.hang(tenant or f"hangs-{i}", patience)) for i in range(count)]
 
 

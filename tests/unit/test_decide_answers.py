@@ -52,7 +52,7 @@ def answered(lengths: np.ndarray, cut: np.ndarray) -> Flows:
 
 
 def clustered(rng: np.random.Generator, requests: int, kind: str) -> Flows:
-    """Return a slice in which few users send many requests each, and each user's answers are alike."""
+    """Return the counters of a slice of time in which few users send many requests, each with similar answers."""
     users = rng.integers(0, max(2, requests // 5), requests)
     if kind == "heavy tail":
         of_user = 30 * rng.pareto(1.1, requests) + 1

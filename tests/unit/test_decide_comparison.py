@@ -46,7 +46,7 @@ def scrapes(
     between: float = 0.03,
     bounds: Sequence[float] = TTFT,
 ) -> tuple[Sample, ...]:
-    """Return samples with about `requests` requests, distributed by the loads.
+    """Return samples with about `requests` requests, distributed over scrapes by their loads.
 
     Under a higher load requests are slower. All tokens of one scrape have the pace of one batch.
     """

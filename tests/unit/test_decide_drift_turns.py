@@ -61,7 +61,7 @@ def test_every_replica_is_probed_in_turn_and_the_bad_one_is_named():
 
 
 def test_nothing_is_probed_while_the_spec_asks_for_another_revision_than_serves():
-    """The kept answers may come from another model."""
+    """The kept baseline may come from another model."""
     cluster = serving()
     changed = fixed("k8v4", rollout={"paused": True}, model={"source": "hf://Qwen/Qwen3-4B"})
     cluster.edit(changed)

@@ -1,4 +1,4 @@
-"""The forecast of how a step changes the time between two tokens."""
+"""The forecast of how a step of the pilot changes the time between two tokens."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -37,7 +37,7 @@ def test_vllms_own_integer_caches_are_forecast_to_be_slower(dtype):
 def test_heads_above_128_are_forecast_by_measurements_at_256_if_there_are_any():
     wide = replace(LLAMA, head_dim=256, kv_heads=4)
     small, large = (expected("k4v4", model=model).percent for model in (LLAMA, wide))
-    # At 256, bytes of k4v4 are read at 0.72 times the speed of 16-bit ones, and at 128 at 0.84 times.
+    # At head_dim 256, k4v4 is read at 0.72 times the bytes per second of 16 bits, and at 128 at 0.84 times.
     assert (small, large) == (pytest.approx(-53, abs=2), pytest.approx(-49, abs=2))
     assert (expected("int4_per_token_head", model=wide).percent or 0) > 100
 

@@ -1,4 +1,4 @@
-"""Sources of 16-bit answers: stored ones are found again, and new ones come only from the right replica."""
+"""Sources of 16-bit answers: stored answers are found again, and new answers come only from the right replica."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any

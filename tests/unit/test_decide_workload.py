@@ -15,8 +15,8 @@ from support.services import NOW, samples
 
 PRESSURE = Pressure(high_percent=85, low_percent=50, waiting_per_replica=1, sustained_seconds=300)
 CHAT = Flows(seconds=5, prompt_tokens=2000, generation_tokens=1500, finished=5, prefill_seconds=0.5, decode_seconds=60)
-# Prompts have 8,000 tokens and answers 50. Every step includes part of a prompt, so decode looks slow although prefill
-# is the limit.
+# Prompts have 8,000 tokens, and answers have 50. Every step includes part of a prompt, so decode looks slow, although
+# prefill is the limit.
 RAG = Flows(
     seconds=5, prompt_tokens=160_000, generation_tokens=1000, finished=20, prefill_seconds=5, decode_seconds=250
 )
@@ -152,12 +152,12 @@ def test_preemptions_are_counted_per_replica():
 
 
 def test_if_the_time_of_a_request_is_unknown_all_waiting_requests_count_as_demand():
-    # 4 running requests hold 3,000 tokens, so the 4 waiting ones would need 3,000 more.
+    # 4 running requests hold 3,000 tokens, so the 4 waiting requests would need 3,000 more.
     assert classify(samples(usage=1.0, waiting=4, running=4), PRESSURE, NOW).demand_tokens == 6000
 
 
 def test_demand_counts_the_requests_that_must_run_to_drain_the_queue_in_two_minutes():
-    # A request takes 12 s. With 100 waiting, 10 more concurrent requests empty the queue in two minutes.
+    # A request takes 12 s. If 100 wait, 10 more concurrent requests empty the queue in two minutes.
     flows = Flows(seconds=5, finished=5, generation_tokens=100, prefill_seconds=6, decode_seconds=54)
     verdict = classify(series(flows, usage=1.0, waiting=100, running=20), PRESSURE, NOW)
     assert verdict.demand_tokens == 4500

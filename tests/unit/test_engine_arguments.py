@@ -46,7 +46,7 @@ def test_rules_about_arguments_name_only_options_that_vllm_has() -> None:
 
 
 def test_an_option_that_a_field_sets_is_reserved_unless_users_may_change_it() -> None:
-    """`extraArgs` come last, so an option there would replace the field's."""
+    """`extraArgs` come last, so an option there would replace the field's option."""
     model = {"source": "hf://a/b", "revision": "c", "maxModelLen": 4096,
              "adapters": [{"name": "sql", "source": "file:///sql"}]}  # fmt: skip
     cache = {"mode": "Fixed", "dtype": "k4v4", "recentTokens": 64, "skipLayers": ["0"]}

@@ -83,7 +83,7 @@ def test_failed_scrapes_of_a_deleted_pod_are_forgotten() -> None:
 def test_the_largest_pages_are_read_as_often_as_the_work_budget_allows() -> None:
     found = asked(ScrapeThrottle(), 130, ".", MOST_WORK)
     assert len(found) == 10
-    # A service's pods are scraped together, and each one uses its own share.
+    # A service's pods are scraped together, and each pod has its own work budget.
     assert asked(ScrapeThrottle(), 130, ".", MOST_WORK, PODS) == found
 
 

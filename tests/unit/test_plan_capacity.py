@@ -49,7 +49,7 @@ def test_layers_with_chunked_attention_are_in_the_dtype_and_without_a_recent_win
 
 
 def test_the_tokens_of_a_gibibyte_equal_vllms_report_for_smollm2():
-    # 46,592 tokens in 16 bits: vLLM 0.32.0 with 1 GiB of cache, on a CPU.
+    # vLLM 0.32.0 on a CPU reports 46,592 tokens in 16 bits for 1 GiB of cache.
     layout = cache(models.find("SmolLM2-135M-Instruct"), "auto", 1)
     assert layout.tokens(2**30, 8192) == 46_592
 
@@ -80,7 +80,7 @@ def test_a_page_of_k4v4_at_head_dim_256_wastes_six_percent_of_a_window_layer():
 
 
 def test_a_window_that_begins_inside_a_block_holds_one_block_more_than_an_aligned_one():
-    # Blocks of 16 tokens, a window of 1,024, and groups of 1 + 6 layers.
+    # Blocks of 16 tokens, a window of 1,024, and one group with full attention beside six with windows.
     layout = cache(models.find("gemma-3-4b-it"), "auto", 1)
     assert layout.held(1024) == 64 + 6 * 64
     assert layout.held(1025) == 65 + 6 * 65

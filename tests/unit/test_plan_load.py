@@ -138,7 +138,7 @@ def test_a_load_of_short_requests_is_limited_by_max_num_seqs():
 def test_past_its_window_a_sequence_slows_a_step_only_by_the_full_layers():
     speed, _ = engine(model="gemma-3-27b-it")
     slower = speed.step_seconds(1, 8192) - speed.step_seconds(1, 4096)
-    full = 4096 * 10 * 16 * 2 * 128 * 2  # layers, KV heads, key and value, head_dim, bytes
+    full = 4096 * 10 * 16 * 2 * 128 * 2  # tokens, layers, KV heads, keys and values, head_dim, bytes
     assert slower == pytest.approx(full / (4.8e12 * speed.efficiency), rel=1e-6)
 
 

@@ -31,7 +31,7 @@ def lognormal(mean: float, spread: float) -> Draw:
 
 
 def again(dtype: str, limit: float = LIMIT) -> Draw:
-    """Return a draw from the measured prompts of a dtype, in units in which `limit` is the limit of the test."""
+    """Return a draw from the measured prompts of a dtype, scaled so that damage `limit` equals the test's limit."""
     values = [value / 1000 * LIMIT / limit for value in MEASURED[dtype]]
     return lambda random: random.choice(values)
 
