@@ -29,7 +29,7 @@ def test_the_queries_count_the_requests_of_this_services_engines_and_read_its_re
         series("vllm:num_requests_running", 99, pod=f"{POD}a", namespace="another"),
         series("kvpilot_recommended_replicas", 3, name="qwen3-8b-keda", job="kvpilot-operator"),
         series("kvpilot_recommended_replicas", 7, name="other", job="kvpilot-operator"),
-        # A line that an engine's page may contain, too. It must not count.
+        # An engine's /metrics may contain this series, too. The query must ignore it.
         series("kvpilot_recommended_replicas", 9, name="qwen3-8b-keda", job="kvpilot-engines"),
     ]
     asked: list[dict[str, Any]] = [

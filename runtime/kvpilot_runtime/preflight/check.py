@@ -82,7 +82,7 @@ def _architecture(path: Path, request: Request, left: elsewhere.Elsewhere, findi
     config = findings.config = elsewhere.as_cached(read_config(path, elsewhere.overrides(request)))
     model = request.model
     if not config.architectures and models.known(config.model_type):
-        return  # vLLM picks the class by `model_type`
+        return  # vLLM picks the model class by `model_type`
     if not config.architectures:
         raise PreflightError("ModelUnsupported", f"model {model!r}: config.json names no architecture; give its class: --hf-overrides={{\"architectures\": [\"CLASS\"]}}")  # fmt: skip  # noqa: E501
     _custom_code(config, request)

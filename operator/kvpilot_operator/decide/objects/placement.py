@@ -99,8 +99,8 @@ def replicas(c: Context) -> Context:
 
 
 def as_they_are(c: Context) -> Context:
-    """Keep the present replicas, because `replicas` raised an error. Without a trial, the stable revision still gets
-    its target number."""
+    """Keep the replicas of every workload, because `replicas` raised an error. Scale only a stable revision without a
+    trial, or without a workload: to the number that was decided last."""
     there = {name: view.replicas for name, view in c.snapshot.deployments.items()}
     if c.stable is not None and (c.canary is None or c.stable.revision not in there):
         there[c.stable.revision] = c.replicas

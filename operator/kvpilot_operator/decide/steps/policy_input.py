@@ -76,9 +76,9 @@ class PolicyInput:
         return (e for e in known if (e.dtype, e.from_dtype, e.model, e.image, e.gpu, e.recent_tokens) == about)
 
     def canary_closed(self, *, climb: bool = False) -> tuple[Outcome, str] | None:
-        """Return the outcome of an option if no dtype change may begin, with the reason; else None.
+        """Return None if a dtype change may begin now, else the outcome that each candidate dtype gets, and the reason.
 
-        The reason has no changing figures. climb: True for a change to a larger dtype, which waits longer.
+        The reason stays the same until the wait ends. climb: True for a change to a larger dtype, which waits longer.
         """
         if self.no_canary is not None:
             return Outcome.NO_CANARY, self.no_canary
