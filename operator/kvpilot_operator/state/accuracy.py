@@ -42,7 +42,7 @@ class Measured(Record, frozen=True, kw_only=True):
     """The pod that was probed."""
     covered: Text | None = None
     """Kinds of prompts that the run found sound; after "not:", the kinds with too few prompts or no prompt; then the
-    tokens and seconds of the run."""
+    tokens and seconds of the run, and of periodic runs the GPU-seconds that they take a day at most."""
 
 
 class Accuracy(Record, frozen=True, kw_only=True):
