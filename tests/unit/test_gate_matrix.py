@@ -43,7 +43,7 @@ def test_the_page_of_the_detection_matrix_shows_the_raw_results() -> None:
 
 def test_the_page_of_images_and_the_notes_on_healthy_canaries_show_raw_results() -> None:
     images = (ROOT / "docs/accuracy-images.md").read_text()
-    for name, first in (("k4v4 with images", "`k4v4`"), ("pictures", "16 bits, with wrong pages")):
+    for name, first in (("k4v4 with images", "`k4v4`"), ("pictures", "16 bits, but attention")):
         message = RAW["rows"][name]["stages"][-1]["message"].rpartition("all prompts: ")[2]
         kl, agreement, positions = re.findall(r"KL ([\d.]+) .*agreement ([\d.]+)% .* (\d+) positions", message)[0]
         (line,) = (line for line in images.splitlines() if line.startswith(f"| {first}"))
