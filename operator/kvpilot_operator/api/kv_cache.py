@@ -100,4 +100,4 @@ class KVCache(Record, frozen=True):
 
     def recent_tokens_of(self, dtype: str) -> int | None:
         """Return the recent window for an engine with this dtype; None if none is set, or the dtype has no window."""
-        return self.recent_tokens if dtypes.parse(dtype).has_ring else None
+        return self.recent_tokens if dtypes.parse(dtype).has_residuals else None
