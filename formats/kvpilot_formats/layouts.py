@@ -135,9 +135,7 @@ def page(key_bits: int, value_bits: int, head_dim: int, groups: int, tokens: int
     )
 
 
-def residual(
-    key_bits: int, value_bits: int, head_dim: int, groups: int, block_size: int, size: int
-) -> ResidualLayout:
+def residual(key_bits: int, value_bits: int, head_dim: int, groups: int, block_size: int, size: int) -> ResidualLayout:
     """Return the layout of the residual pages of a block (second table of this module).
 
     Args:

@@ -33,9 +33,7 @@ class ResidualPages:
         residuals: the engine's map.
     """
 
-    def __init__(
-        self, pages: torch.Tensor, fmt: Format, head_dim: int, block_size: int, residuals: Residuals
-    ) -> None:
+    def __init__(self, pages: torch.Tensor, fmt: Format, head_dim: int, block_size: int, residuals: Residuals) -> None:
         layout = fmt.residual_layout(head_dim, block_size)
         self.map, self.newest = residuals
         self.tokens, self.block_size = layout.tokens, block_size
