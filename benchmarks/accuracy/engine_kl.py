@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.accuracy.accuracy import PLAN, Base, Tally
 from benchmarks.accuracy.accuracy_model import Probe
-from benchmarks.accuracy.accuracy_rows import Reading, engine, reading
+from benchmarks.accuracy.accuracy_rows import BLOCK, Reading, engine, reading
 from benchmarks.accuracy.accuracy_texts import Sequence, sequences
 from benchmarks.accuracy.engine_kl_run import Job
 from benchmarks.accuracy.rivals import plain
@@ -41,8 +41,11 @@ from kvpilot_smallmodels.models import smollm2_135m
 
 ROWS = "k4v4+self+w64,k8v4+self+w64,k4v2+self+w128,k4v4+self,int8+self"
 AFTER_HIT = 64
-"""Number of tokens to measure after a prefix hit. The recent windows of all these tokens still reach into
-the hit, because the shortest window has 64 tokens."""
+"""Number of tokens to measure after a prefix hit. The recent windows of all these tokens still reach into the hit.
+
+The shortest window has 64 tokens. The table's model has no residuals of the hit. An engine has them until it needs
+their pages.
+"""
 
 CONTEXT = 8192
 """Largest context that the engines serve, in tokens."""
@@ -86,7 +89,7 @@ def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[
     options = {
         "model": str(args.model), "kv_cache_dtype": dtype, "dtype": args.dtype, "max_model_len": args.context,
         "max_num_batched_tokens": args.chunk, "max_num_seqs": len(texts) + 1, "kv_cache_memory_bytes": MEMORY,
-        **args.engine_args,
+        "block_size": BLOCK, **args.engine_args,
     }  # fmt: skip
     extra = {**extra, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     log = args.out.with_name(f"{args.out.stem}-{name}.log")
@@ -189,7 +192,8 @@ def main() -> None:
             say(f"{name}: {error}")
             continue
         engine_row = compared(probe, found[name], found["base"], texts, args.hit)
-        model_row = None if name == "control" else modelled(probe, reading(name, factors), texts, args.hit)
+        block = args.engine_args.get("block_size", BLOCK)
+        model_row = None if name == "control" else modelled(probe, reading(name, factors, block), texts, args.hit)
         table[name] = {
             "engine": engine_row, "model": model_row, "said": found[name]["said"],
             "unlike": unlike(probe, found[name], texts, args.hit),
