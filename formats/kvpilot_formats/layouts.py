@@ -35,7 +35,7 @@ Residual pages (recent window: they refine the codes of one block's tokens to 8 
 A block may have n residual pages, which are as large as its page, so one pool serves both. Token t of the block has row
 t % C of residual page t // C, with C = ceil(T / n). n is the smallest number for which C rows fit in a page. A page
 stays readable without its residual pages. A residual row only adds a residual r of 8 - b bits to each code of b bits,
-with m = 2^(8 - b). Codes of 8 bits get no residual::
+with m = 2^(8 - b). Codes of 8 bits get no residual, and nobody reads their e::
 
     x is read back as scale * (code - z) + scale * 2^e / m * (r - (m - 1) / 2)        e in 0..2 for a token's group
 
