@@ -261,5 +261,5 @@ class PackedPages:
             row, at = recent.nonzero(as_tuple=True)
             added = self.residuals.read(side, table[row, at], meta[table[row, at]])
             if added is not None:
-                rows.unflatten(2, (-1, self.block_size))[row, :, at] += added
+                rows.view(*rows.shape[:2], recent.shape[1], self.block_size, -1)[row, :, at] += added
         return rows

@@ -43,7 +43,7 @@ class ResidualPages:
             ("key", fmt.key, layout.key_digits, metas[0]), ("value", fmt.value, layout.value_digits, metas[1]),
         ):  # fmt: skip
             if side.digits:
-                digits = view_region(pages, region).unflatten(2, (side.digits, layout.tokens))
+                digits = view_region(pages, region).view(*pages.shape[:2], side.digits, layout.tokens, -1)
                 self.sides[name] = side.bits, digits, meta
 
     def store(
