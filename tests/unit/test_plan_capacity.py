@@ -37,15 +37,15 @@ def test_capacities_are_within_half_a_percent_of_those_measured_on_an_h200():
         assert planned[run["dtype"]] == pytest.approx(run["kv_tokens"], rel=0.005)
 
 
-def test_layers_with_chunked_attention_are_in_the_dtype_and_without_a_recent_window():
+def test_layers_with_chunked_attention_are_in_the_dtype_and_have_no_residual_pages():
     full = replace(models.find("Llama-3-8B"), sliding_layers=0)
     chunked = replace(full, sliding_layers=24, window=8192, chunked=True)
     small, wide = cache(chunked, "k4v4", 1), cache(chunked, "auto", 1)
     assert small.window_token_bytes == 3 * small.full_token_bytes
     assert small.window_token_bytes < wide.window_token_bytes / 3.5
     assert small.block == small.window_block == cache(full, "k4v4", 1).block
-    assert cache(full, "k4v4", 1).recent_blocks
-    assert not small.recent_blocks
+    without = cache(chunked, "k4v4", 1, 0)
+    assert small.held(8192) == without.held(8192) + 2 * small.full_groups
 
 
 def test_the_tokens_of_a_gibibyte_equal_vllms_report_for_smollm2():

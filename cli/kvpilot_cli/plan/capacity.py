@@ -136,7 +136,7 @@ def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None)
     """Return the layout of the KV cache for this dtype.
 
     Layers with a sliding window stay in 16 bits, the default of engines that the operator starts. Layers with chunked
-    attention use `dtype`, and a model that has such layers gets no recent window.
+    attention use `dtype`. Only full-attention layers have a recent window.
 
     `recent_tokens` is the length of the recent window, or None for the dtype's default. Dtypes without a window ignore
     it.
@@ -173,7 +173,7 @@ def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None)
         group = full or windows
         row = row if full else wide
     newest = refined = 0
-    if isinstance(stored, formats.Format) and recent and full and not (model.state_layers or model.chunked):
+    if isinstance(stored, formats.Format) and full:
         newest, refined = stored.recent_blocks(recent, block), stored.residual_pages(model.head_dim, block)
     return Cache(
         recent_blocks=newest,
