@@ -1,0 +1,245 @@
+"""Residual pages in vLLM's scheduler. They come from vLLM's block pool, and refine the newest blocks of each request.
+
+A request *claims* residual pages for its newest blocks. A block that is no longer among them keeps its pages, but they
+count as free: the pool takes them back, oldest first, before it evicts a cached prefix. A prefix hit claims them again.
+So a block has residual pages only if the residuals of all its tokens are in them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import RequestStatus
+
+from kvpilot_formats import formats
+from kvpilot_runtime.recent.claims import Claims
+from kvpilot_runtime.recent.window import window
+
+
+class ResidualPool(BlockPool):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
+    """Block pool whose blocks may be residual pages of other blocks.
+
+    Attributes:
+        claims: the blocks with residual pages.
+        count: residual pages of a block.
+        held: free blocks that are not given out, because the request under admission will claim them.
+        taking: True while claimed residual pages count as free, too.
+    """
+
+    claims: Claims
+    count: int
+    held: int
+    taking: bool
+
+    def get_num_free_blocks(self) -> int:
+        """Return the number of free blocks, with the residual pages that the pool may take back."""
+        refined = len(self.claims.idle) + (len(self.claims.claimed) if self.taking else 0)
+        return int(super().get_num_free_blocks()) + self.count * refined - self.held
+
+    def get_new_blocks(self, num_blocks: int) -> list[Any]:
+        """Return new blocks. To get them, take back residual pages before a cached prefix is evicted."""
+        queue, claims = self.free_block_queue, self.claims
+        first = queue.popleft_n(min(num_blocks, queue.num_free_blocks)) if claims.idle else []
+        queue.prepend_n(first)
+        unhashed = next((i for i, block in enumerate(first) if block.block_hash is not None), len(first))
+        while claims.idle and unhashed < num_blocks:
+            self._drop(next(iter(claims.idle)))
+            unhashed += self.count
+        while self.taking and claims.claimed and queue.num_free_blocks < num_blocks:
+            self._drop(next(iter(claims.claimed)))
+        found: list[Any] = super().get_new_blocks(num_blocks)
+        self._forget(found)
+        return found
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Free blocks. Those in the prefix cache keep their residual pages, which then count as free."""
+        blocks = list(ordered_blocks)
+        super().free_blocks(blocks)
+        free = [block for block in blocks if block.ref_cnt == 0]
+        self._forget(block for block in free if block.block_hash is None or not self.enable_caching)
+        for block in free:
+            self.claims.release(block.block_id)
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Remove blocks from the prefix cache. Those that no request uses lose their residual pages."""
+        super().evict_blocks(block_ids)
+        self._forget(block for block in map(self.blocks.__getitem__, block_ids) if block.ref_cnt == 0)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. Take back all residual pages that no request claims."""
+        for block in list(self.claims.idle):
+            self._drop(block)
+        return bool(super().reset_prefix_cache())
+
+    def refine(self, block: int, request: str) -> None:
+        """Let a request claim residual pages for a block without any. Do nothing if there are not enough free pages."""
+        if self.get_num_free_blocks() >= self.count:
+            self.claims.give(block, tuple(page.block_id for page in self.get_new_blocks(self.count)))
+            self.claims.claim(block, request)
+
+    def leave(self, request: str) -> None:
+        """End the claims of a request whose blocks will be freed.
+
+        Leave the claims on blocks of this request alone to `free_blocks`, which vLLM may call only after steps in
+        flight, because these may still write to the residual pages.
+        """
+        for block in self.claims.claims_of(request):
+            if self.claims.claimed[block] != {request} or self.blocks[block].ref_cnt > 1:
+                self.claims.release(block, request)
+
+    @contextmanager
+    def reserve(self, held: int = 0, *, taking: bool = False) -> Iterator[None]:
+        """Set `held` and `taking` in the `with` block."""
+        self.held, self.taking = held, taking
+        try:
+            yield
+        finally:
+            self.held, self.taking = 0, False
+
+    def _forget(self, blocks: Iterable[Any]) -> None:
+        for block in blocks:
+            if block.block_id in self.claims.pages:
+                self._drop(block.block_id)
+
+    def _drop(self, block: int) -> None:
+        super().free_blocks([self.blocks[page] for page in self.claims.drop(block)])
+
+
+@dataclass(frozen=True)
+class Group:
+    """KV-cache group with layers of our dtype: vLLM's manager, and how many of a request's newest blocks to refine."""
+
+    manager: Any
+    newest: int
+
+    def first(self, tokens: int) -> int:
+        """Return the index of the first of the newest blocks of a request with this many tokens."""
+        return max(self.blocks(tokens) - self.newest, 0)
+
+    def blocks(self, tokens: int) -> int:
+        """Return how many blocks this many tokens take."""
+        return int(-(-tokens // self.manager.block_size))
+
+    def of(self, request: str) -> list[Any]:
+        """Return the blocks of a request."""
+        found: list[Any] = self.manager.req_to_blocks.get(request, [])
+        return found
+
+
+class ResidualManager(KVCacheManager):  # type: ignore[misc]
+    """KV-cache manager that lets requests claim residual pages.
+
+    Attributes:
+        refined: groups whose blocks have residual pages.
+        takes: True if a running request may take claimed residual pages before vLLM preempts another request.
+    """
+
+    refined: list[Group]
+    takes: bool
+
+    def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        """Allocate slots as vLLM does. Then let the request claim residual pages for its newest blocks.
+
+        A new request must find pages for its claims, too, unless it would be the only running request. A running
+        request does without.
+        """
+        pool, known = self.block_pool, [len(group.of(request.request_id)) for group in self.refined]
+        stored = request.num_computed_tokens + sum(
+            kwargs.get(name, 0) for name in ("num_new_computed_tokens", "num_external_computed_tokens")
+        )
+        end, held = max(stored + num_new_tokens, request.num_tokens), 0
+        running = request.status == RequestStatus.RUNNING
+        if not running:
+            hits = getattr(kwargs.get("new_computed_blocks"), "blocks", None)
+            held = self._wanted(known, stored, end, hits)
+        with pool.reserve(held if kwargs.get("has_scheduled_reqs", True) else 0):
+            found = super().allocate_slots(request, num_new_tokens, *args, **kwargs)
+        if found is None and running and self.takes:
+            with pool.reserve(taking=True):
+                found = super().allocate_slots(request, num_new_tokens, *args, **kwargs)
+        if found is not None:
+            self._claim(request, known, stored, end)
+        return found
+
+    def free(self, request: Any) -> None:
+        """Free a request's blocks and end its claims."""
+        self.block_pool.leave(request.request_id)
+        super().free(request)
+
+    def pop_blocks_for_free(self, request: Any) -> list[Any]:
+        """Return a request's blocks, which are freed later, and end its claims."""
+        self.block_pool.leave(request.request_id)
+        found: list[Any] = super().pop_blocks_for_free(request)
+        return found
+
+    def _wanted(self, known: list[int], stored: int, end: int, hits: Any) -> int:
+        """Return how many free blocks the claims of a request under admission will take.
+
+        The arguments are those of `_claim`; `hits` has the blocks of a prefix hit for each KV-cache group, or is None.
+        """
+        claims, found = self.block_pool.claims, 0
+        for group, had in zip(self.refined, known, strict=True):
+            hit = hits[group.manager.kv_cache_group_id] if hits else ()
+            first, fresh = group.first(end), max(had, group.blocks(stored))
+            for block in hit[first:]:
+                claims.refresh(block.block_id)
+                found += block.block_id in claims.idle
+            found += max(group.blocks(end) - max(first, fresh), 0)
+        return found * int(self.block_pool.count)
+
+    def _claim(self, request: Any, known: list[int], stored: int, end: int) -> None:
+        """Let a request claim residual pages for its newest blocks, and release its claims on older ones.
+
+        Args:
+            known: number of blocks that the request had in each group.
+            stored: number of tokens that are stored already. The blocks of later tokens get residual pages.
+            end: number of tokens after the step, or of all known tokens.
+        """
+        pool, name = self.block_pool, request.request_id
+        owned = [group.of(name) for group in self.refined]
+        if known == [len(blocks) for blocks in owned]:
+            return
+        # Steps in flight may still write to the residual pages of these tokens.
+        settled = stored - getattr(request, "num_in_flight_tokens", 0)
+        kept = {
+            block.block_id
+            for group, blocks in zip(self.refined, owned, strict=True)
+            for block in blocks[min(group.first(end), settled // group.manager.block_size) :]
+        }
+        for block in pool.claims.claims_of(name) - kept:
+            pool.claims.release(block, name)
+        for group, blocks, had in zip(self.refined, owned, known, strict=True):
+            first, fresh = group.first(end), max(had, group.blocks(stored))
+            for block in blocks[max(first, had) : fresh]:
+                if block.block_id in pool.claims.pages:
+                    pool.claims.claim(block.block_id, name)
+            for block in reversed(blocks[max(first, fresh) :]):
+                pool.refine(block.block_id, name)
+
+
+def extend(scheduler: Any) -> None:
+    """Let a scheduler of vLLM give residual pages to blocks, if its engine has a recent window."""
+    config, manager = scheduler.vllm_config, scheduler.kv_cache_manager
+    if config.cache_config.cache_dtype not in formats.own_names() or not (recent := window(config)):
+        return
+    fmt = formats.parse(config.cache_config.cache_dtype)
+    full = [m for m in manager.coordinator.single_type_managers if isinstance(m.kv_cache_spec, FullAttentionSpec)]
+    # If layers differ, vLLM shows the scheduler the spec of one layer of a group, maybe of one in 16 bits.
+    ours = [m for m in full if m.kv_cache_spec.dtype == torch.uint8] or full
+    pool = manager.block_pool
+    manager.__class__, pool.__class__ = ResidualManager, ResidualPool
+    manager.refined = [Group(m, fmt.recent_blocks(recent, m.block_size)) for m in ours]
+    manager.takes = not getattr(scheduler, "defer_block_free", False)
+    pool.claims, pool.held, pool.taking = Claims(), 0, False
+    pool.count = max(fmt.residual_pages(dim, m.block_size) for dim in formats.HEAD_DIMS for m in ours)
+
+
+def changes(scheduler: Any) -> Mapping[int, tuple[int, ...]]:
+    """Return the blocks whose residual pages have changed since the last call, with their residual pages."""
+    claims = getattr(scheduler.kv_cache_manager.block_pool, "claims", None)
+    return claims.changes() if claims is not None else {}
