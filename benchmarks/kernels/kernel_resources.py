@@ -34,7 +34,6 @@ from kvpilot_kernels.gpu.mla.store import latent_prepare_kernel, latent_store_ke
 from kvpilot_kernels.gpu.prefill.gather import gather_kernel
 from kvpilot_kernels.gpu.prefill.head512 import prefill_kernel
 from kvpilot_kernels.gpu.store.kernel import store_kernel
-from kvpilot_kernels.gpu.store.ring_slots import ring_slots_kernel
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "kernel-resources.md"
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -44,8 +43,8 @@ triton.knobs.compilation.disable_line_info = True
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {
     "query_ptr": "*bf16", "key_ptr": "*bf16", "value_ptr": "*bf16", "out_ptr": "*bf16", "key_out_ptr": "*bf16",
-    "value_out_ptr": "*bf16", "cache_ptr": "*u8", "ring_ptr": "*u8", "rotated_ptr": "*i8", "slots_ptr": "*i64",
-    "ring_slots_ptr": "*i64", "table_ptr": "*i32", "ring_table_ptr": "*i32", "splits_ptr": "*i32", "lens_ptr": "*i32",
+    "value_out_ptr": "*bf16", "cache_ptr": "*u8", "residuals_ptr": "*i32", "newest_ptr": "*i32", "rotated_ptr": "*i8",
+    "slots_ptr": "*i64", "table_ptr": "*i32", "splits_ptr": "*i32", "lens_ptr": "*i32",
     "spans_ptr": "*i32", "bases_ptr": "*i32", "owners_ptr": "*i32",
     "rows_ptr": "*i32", "starts_ptr": "*i32", "signs_ptr": "*bf16", "key_signs_ptr": "*bf16",
     "value_signs_ptr": "*bf16", "ordinals_ptr": "*i32", "query_rope_ptr": "*bf16",
@@ -73,7 +72,7 @@ class Resources:
 
 def kernels() -> dict[str, Any]:
     """Return all of kvpilot's GPU kernels by name."""
-    found = (decode_kernel, store_kernel, gather_kernel, plan_kernel, reduce_kernel, ring_slots_kernel, prefill_kernel,
+    found = (decode_kernel, store_kernel, gather_kernel, plan_kernel, reduce_kernel, prefill_kernel,
              latent_decode_kernel, latent_gather_kernel, latent_reduce_kernel, latent_prepare_kernel,
              latent_store_kernel)  # fmt: skip
     return {kernel.__name__: kernel for kernel in found}

@@ -4,8 +4,7 @@ The running output of 512 elements takes 128 registers of a thread, half of the 
 
 - queries and their sums stay in shared memory, and each product loads them;
 - a row is processed in chunks, and a fence keeps the assembler from starting all chunks at once;
-- an extra matrix product, directly on the tile's metadata, sums weights times zero codes;
-- the residual exponents of a token in the recent window are packed into one register.
+- an extra matrix product, directly on the tile's metadata, sums weights times zero codes.
 
 Group g (64 elements) is sub-plane g // chunks of chunk g % chunks. `layout.mma` explains chunks and sub-planes.
 """
@@ -15,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kvpilot_kernels.gpu.decode.queries import Query, at_program, load_sums, load_units, place_of
-from kvpilot_kernels.gpu.decode.ring import digit_buffer
+from kvpilot_kernels.gpu.decode.residuals import digit_buffer, fine_scale
 from kvpilot_kernels.gpu.decode.smem import copy_to_shared
 from kvpilot_kernels.gpu.decode.softmax import HEADROOM, State, capped, first_scores
 from kvpilot_kernels.gpu.layout.mma import (
@@ -127,10 +126,10 @@ def dot_wide(codes, query, g: gl.constexpr, first: gl.constexpr, C: gl.constexpr
 
 @gluon.jit
 def score_wide(smem, stage, t, query, fine, softcap, C: gl.constexpr):
-    """Compute scores as `softmax.score` does, but with the exponents of `pack_exponents`."""
+    """Compute scores as `softmax.score` does."""
     KEY: gl.constexpr = C.key_side
     CHUNKS: gl.constexpr = chunks(KEY)
-    DIGITS: gl.constexpr = KEY.digits if len(fine) > 0 else 0
+    DIGITS: gl.constexpr = KEY.digits if fine is not None else 0
     meta = smem.meta.index(stage)
     score = first_scores(t, query, C)
     for c in gl.static_range(CHUNKS):
@@ -147,9 +146,7 @@ def score_wide(smem, stage, t, query, fine, softcap, C: gl.constexpr):
                     digit = dot_wide(digit, query, sub * CHUNKS + c, KEY.bits * sub, C)
                     finer = finer * (1 << KEY.bits) + digit
                 finer = finer - taken * (middle(KEY.bits) / zero_unit(KEY.bits) * UNIT)
-                if C.several:
-                    finer = gl.where(fine.seen, finer, 0.0)
-                product += fine_factor(fine, sub * CHUNKS + c, KEY.bits)[:, None] * finer
+                product += fine_scale(fine, sub * CHUNKS + c, KEY.bits)[:, None] * finer
             score += scales(word)[:, None] * product
             if ends_part(sub, KEY.bits, DIGITS):
                 fence()
@@ -168,7 +165,7 @@ def accumulate_wide(score, unit, limits, smem, stage, state, fine, C: gl.constex
     VALUE: gl.constexpr = C.value_side
     CHUNKS: gl.constexpr = chunks(VALUE)
     SUBS: gl.constexpr = 8 // VALUE.bits
-    DIGITS: gl.constexpr = VALUE.digits if len(fine) > 0 else 0
+    DIGITS: gl.constexpr = VALUE.digits if fine is not None else 0
     meta = smem.meta.index(stage)
     m = gl.maximum(state.m, gl.max(score, 0) * unit - HEADROOM)
     alpha = gl.exp2(state.m - m)
@@ -186,9 +183,7 @@ def accumulate_wide(score, unit, limits, smem, stage, state, fine, C: gl.constex
             zeros = mma_v2(only_row(rows, C.groups + sub * CHUNKS + c), weights, zeros)
             w = weights
             if DIGITS > 0:
-                w = p * (scale * fine_factor(fine, C.groups + sub * CHUNKS + c, VALUE.bits))[:, None]
-                if C.several:
-                    w = gl.where(fine.seen, w, 0.0)
+                w = p * (scale * fine_scale(fine, C.groups + sub * CHUNKS + c, VALUE.bits))[:, None]
                 w = to_right(to_half(w), C.tile, C.queries)
                 half = gl.full(
                     [2 * C.groups, C.tile], middle(VALUE.bits) / zero_unit(VALUE.bits) * UNIT, gl.float16, VALUES
@@ -223,30 +218,6 @@ def only_row(x, row: gl.constexpr):
     )  # fmt: skip
     x = gl.reshape(gl.permute(gl.join(first, second), [2, 0, 1]), [2 * HALF, TILE])
     return gl.convert_layout(x, VALUES, assert_trivial=True)
-
-
-@gluon.jit
-def pack_exponents(tags, right, C: gl.constexpr):
-    """Pack the exponents of the ring's residuals, two bits a group, keys' groups first: uint32 [tile].
-
-    Also return a mask, uint32 [tile], with all bits set for tokens that are `right`, and none for others.
-    """
-    GROUPS: gl.constexpr = C.groups
-    packed = tags.meta[0].to(gl.uint32) & 3
-    for g in gl.static_range(1, 2 * GROUPS):
-        packed = packed | ((tags.meta[g].to(gl.uint32) & 3) << 2 * g)
-    mask = gl.where(right, -1, 0).to(gl.uint32)
-    return gl.convert_layout(packed, ROWS), gl.convert_layout(mask, ROWS)
-
-
-@gluon.jit
-def fine_factor(fine, g: gl.constexpr, BITS: gl.constexpr):
-    """Return 2^(e + BITS - 8) as `ring.fine_scale` does, or 0 if the ring holds another token's residual.
-
-    This function builds the bits of the float32 directly.
-    """
-    exponent = ((fine.exponents >> 2 * g) & 3) + (127 + BITS - 8)
-    return ((exponent << 23) & fine.right).to(gl.float32, bitcast=True)
 
 
 @gluon.jit

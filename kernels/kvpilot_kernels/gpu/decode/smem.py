@@ -14,7 +14,7 @@ copy_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else
 
 
 Smem = namedtuple("Smem", "key value meta")
-"""Shared memory of a program. A buffer holds a tile's codes, or one digit of each of its residuals (`ring`).
+"""Shared memory of a program. A buffer holds a tile's codes, or one digit of each of its residuals (`residuals`).
 
 Attributes:
     key: int8 [buffers * chunks, tile, bytes].
@@ -23,20 +23,21 @@ Attributes:
 """
 
 
-Pages = namedtuple("Pages", "base blocks stride")
+Pages = namedtuple("Pages", "base blocks stride residuals")
 """Pages of a sequence and a KV head.
 
 Attributes:
     base: pointer to the KV head's page in block 0.
-    blocks: pointer to the sequence's block table; for a ring, a tuple of the block numbers.
+    blocks: pointer to the sequence's block table.
     stride: bytes from one block to the next.
+    residuals: pointer to the residual pages of block 0; not read without residuals.
 """
 
 
 @gluon.constexpr_function
-def buffers(side, stages, recent):
+def buffers(side, stages, residuals):
     """Return the number of tile buffers for keys or values: `stages`, or more if a tile and its digits need more."""
-    return max(stages, 1 + side.digits) if recent else stages
+    return max(stages, 1 + side.digits) if residuals else stages
 
 
 @gluon.jit
@@ -47,11 +48,11 @@ def allocate(C: gl.constexpr):
     KEY_WORDS: gl.constexpr = 2 * padded(chunk_words(KEY))
     VALUE_WORDS: gl.constexpr = padded(chunk_words(VALUE))
     key = gl.allocate_shared_memory(
-        gl.int8, [buffers(KEY, C.stages, C.recent) * chunks(KEY), C.tile, KEY_WORDS],
+        gl.int8, [buffers(KEY, C.stages, C.residuals) * chunks(KEY), C.tile, KEY_WORDS],
         gl.SwizzledSharedLayout(16, 128 // KEY_WORDS, KEY_WORDS // 16, [1, 0]),
     )  # fmt: skip
     value = gl.allocate_shared_memory(
-        gl.uint16, [buffers(VALUE, C.stages, C.recent) * chunks(VALUE), C.tile, VALUE_WORDS],
+        gl.uint16, [buffers(VALUE, C.stages, C.residuals) * chunks(VALUE), C.tile, VALUE_WORDS],
         gl.SwizzledSharedLayout(8, 64 // VALUE_WORDS, VALUE_WORDS // 8, [1, 0]),
     )  # fmt: skip
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kvpilot_kernels.gpu.decode.queries import place_of
-from kvpilot_kernels.gpu.decode.ring import digit_buffer, fine_scale
+from kvpilot_kernels.gpu.decode.residuals import digit_buffer, fine_scale
 from kvpilot_kernels.gpu.decode.smem import load_keys, load_values
 from kvpilot_kernels.gpu.layout.mma import (
     COLS,
@@ -125,11 +125,11 @@ def score(smem, stage, t, query, fine, softcap, C: gl.constexpr):
     Args:
         t: first token of the tile.
         query: from `queries.load_query`.
-        fine: a `ring.Fine` if the tile is in the recent window, so that its residuals are added; otherwise ().
+        fine: exponents of the tile's residuals (`residuals.fetch_residuals`); None to add no residuals.
     """
     GROUPS: gl.constexpr = C.groups
     KEY: gl.constexpr = C.key_side
-    DIGITS: gl.constexpr = KEY.digits if len(fine) > 0 else 0
+    DIGITS: gl.constexpr = KEY.digits if fine is not None else 0
     meta = smem.meta.index(stage)
     codes = load_keys(smem, stage, C)
     score = first_scores(t, query, C)
@@ -152,10 +152,7 @@ def score(smem, stage, t, query, fine, softcap, C: gl.constexpr):
         for g in gl.static_range(GROUPS):
             half = query.zeros[g] * (middle(KEY.bits) / zero_unit(KEY.bits) * UNIT)
             scale = scales(meta.slice(g * C.tile, C.tile).load(ROWS)) * (0.5 ** key_shift(KEY, g))
-            finer = (scale * fine_scale(fine, g, KEY.bits))[:, None] * (products[g] - half[None, :])
-            if C.several:
-                finer = gl.where(fine.seen, finer, 0.0)
-            score += finer
+            score += (scale * fine_scale(fine, g, KEY.bits))[:, None] * (products[g] - half[None, :])
     if C.softcap:
         score = capped(score, query, softcap)
     return score
@@ -207,7 +204,7 @@ def accumulate(score, unit, limits, smem, stage, state, fine, C: gl.constexpr):
     GROUPS: gl.constexpr = C.groups
     VALUE: gl.constexpr = C.value_side
     PLANES: gl.constexpr = value_planes(VALUE)
-    DIGITS: gl.constexpr = VALUE.digits if len(fine) > 0 else 0
+    DIGITS: gl.constexpr = VALUE.digits if fine is not None else 0
     meta = smem.meta.index(stage)
     m = gl.maximum(state.m, gl.max(score, 0) * unit - HEADROOM)
     alpha = gl.exp2(state.m - m)
@@ -231,10 +228,7 @@ def accumulate(score, unit, limits, smem, stage, state, fine, C: gl.constexpr):
         zero = w.to(gl.float32) * zero_codes(word)[:, None]
         weights = weights + (to_right(w, C.tile, C.queries),)
         if DIGITS > 0:
-            w = p * (scale * fine_scale(fine, GROUPS + g, VALUE.bits))[:, None]
-            if C.several:
-                w = gl.where(fine.seen, w, 0.0)
-            w = to_half(w)
+            w = to_half(p * (scale * fine_scale(fine, GROUPS + g, VALUE.bits))[:, None])
             zero += w.to(gl.float32) * (middle(VALUE.bits) / zero_unit(VALUE.bits) * UNIT)
             fine_weights = fine_weights + (to_right(w, C.tile, C.queries),)
         new = new + (zeros[g] + over_own_rows(zero, C.tile, C.queries),)
