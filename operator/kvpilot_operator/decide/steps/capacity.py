@@ -42,7 +42,7 @@ def window_share(dtype: str, model: ModelFacts | None, recent_tokens: int, held:
     """
     stored = dtypes.parse(dtype)
     head_dim = 128 if model is None else model.head_dim
-    if held is None or not stored.has_residuals or formats.stored_dim(head_dim) is None:
+    if held is None or not isinstance(stored, formats.Format) or formats.stored_dim(head_dim) is None:
         return 0.0
     blocks = min(stored.recent_blocks(recent_tokens, OWN_BLOCK), -(-held // OWN_BLOCK))
     return stored.residual_pages(head_dim, OWN_BLOCK) * blocks * OWN_BLOCK / max(held, OWN_BLOCK)
