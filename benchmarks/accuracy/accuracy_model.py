@@ -121,7 +121,8 @@ def _read(query: torch.Tensor, fresh: Sides, reading: Reading, layer: int, scale
     pages = _with_first(pages, fresh, reading.first)
     if reading.newest:
         fine = _with_first(back(reading.fine(layer)), fresh, reading.first) if reading.fine else fresh
-        out = windowed(query, pages, fine, scale, reading.newest, block=reading.block, since=reading.hit)
+        refined = max(0, -(-reading.hit // reading.block) - reading.newest) * reading.block
+        out = windowed(query, pages, fine, scale, reading.newest, block=reading.block, since=refined)
     else:
         out = _causal(query, *pages, scale)
     if reading.hit:

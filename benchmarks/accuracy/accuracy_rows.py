@@ -56,7 +56,7 @@ class Reading:
         fine: function that returns a layer's codec for these blocks; None for 16 bits.
         first: number of a sequence's first tokens that are kept in 16 bits.
         hit: number of a sequence's first tokens that come from the prefix cache. Their own queries attend in 16 bits,
-            as in a prefill, and they have no residuals.
+            as in a prefill. Only the newest blocks of these tokens have residuals.
         block: number of tokens in a block.
     """
 

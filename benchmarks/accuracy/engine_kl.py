@@ -2,8 +2,8 @@
 
     python -m benchmarks.accuracy.engine_kl --out FILE
 
-The accuracy table (accuracy.py) models an engine, whereas this program runs a real one. It feeds the table's texts to
-vLLM token by token, so that every position is a decode step over pages. A second engine with a 16-bit cache gets the
+The accuracy table (accuracy.py) models an engine, whereas this program runs a real one. It makes vLLM answer with the
+table's texts, so that every position is a decode step over pages. A second engine with a 16-bit cache gets the
 same texts. The program records the hidden state after the last norm at every position. From the states of both engines
 it computes their distributions over the whole vocabulary, and the KL divergence. As a check, it compares the
 distributions with the log-probabilities that the engines report.
@@ -41,11 +41,8 @@ from kvpilot_smallmodels.models import smollm2_135m
 
 ROWS = "k4v4+self+w64,k8v4+self+w64,k4v2+self+w128,k4v4+self,int8+self"
 AFTER_HIT = 64
-"""Number of tokens to measure after a prefix hit. The recent windows of all these tokens still reach into the hit.
-
-The shortest window has 64 tokens. The table's model has no residuals of the hit. An engine has them until it needs
-their pages.
-"""
+"""Number of tokens to measure after a prefix hit. The recent windows of all these tokens still reach into
+the hit, because the shortest window has 64 tokens."""
 
 CONTEXT = 8192
 """Largest context that the engines serve, in tokens."""

@@ -21,7 +21,7 @@ decode step over pages and recent windows, as for a user's tokens.
 * The part of a row's name after `+w` is the recent window in tokens. `+self`: the engine calibrated itself at start.
 * The control is the engine with the unquantized KV cache again, but with each text in one prefill. So it shows the
   effect of another attention kernel. In bfloat16 this effect is part of each row's KL.
-* The engines kept recent windows in [rings](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md). So they
+* The engines had recent windows in [rings](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md). So they
   read exactly the last tokens at 8 bits, and not whole blocks.
 * The H200's rows after a hit are from before kvpilot stored
   [the first key relative to its own mean](../decisions/0022-store-the-first-key-relative-to-its-own-mean.md). This
