@@ -83,7 +83,8 @@ class CpuBuilder(PackedBuilder):
             prefills.append(Prefill(i, start, end, int(common.seq_lens[i]) - (end - start)))
         rows = decode[owner].nonzero().flatten()
         both_ways = prefix_lm.spans(common, [(p.sequence, p.context, p.end - p.start) for p in prefills])
-        return Metadata(common.block_table_tensor[:sequences], owner[rows], common.seq_lens[owner[rows]], rows, prefills,
+        owner = owner[rows]
+        return Metadata(common.block_table_tensor[:sequences], owner, common.seq_lens[owner], rows, prefills,
                         common.slot_mapping, ordinals, both_ways)  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """Store our pages in LMCache, by its `LMCacheMPConnector` with model names that identify our quantization.
 
 LMCache finds a chunk by the model's name and the chunk's tokens. We add a hash of the engine's terms (`transfer.terms`)
-and weights to the name, so that engines with other terms do not find the chunk. Residual pages are not stored, so tokens
-from LMCache are read with the dtype's own bits. An engine sends each chunk in one message, so the LMCache server has the
-whole chunk or nothing if an engine dies.
+and weights to the name, so that engines with other terms do not find the chunk. Residual pages are not stored, so an
+engine reads tokens from LMCache with the dtype's own bits. It sends each chunk in one message, so the LMCache server
+has the whole chunk or nothing if an engine dies.
 """
 
 import hashlib

@@ -152,7 +152,7 @@ def carry_residual_pages(
     vLLM passes a scheduler's output to the workers before the step runs, to other processes as a pickle.
     """
 
-    def __init__(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    def prepare(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         extend(self)
 
@@ -167,7 +167,7 @@ def carry_residual_pages(
             refine(self.vllm_config, found)
         return stock(self, scheduler_output, *args, **kwargs)
 
-    wrap("vllm.v1.core.sched.scheduler:Scheduler.__init__", __init__)
+    wrap("vllm.v1.core.sched.scheduler:Scheduler.__init__", prepare)
     wrap("vllm.v1.core.sched.scheduler:Scheduler.schedule", schedule)
     wrap("vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model", execute_model)
 
