@@ -31,13 +31,13 @@ BLOCK, DIM, VOCABULARY = 16, 64, 7
 
 
 @cache
-def configured(dtype: str, drafts: int, caching: bool) -> Any:
+def configured(dtype: str, drafts: int, caching: bool, chunk: int) -> Any:
     """Return vLLM's configuration of an engine with a context of 1,024 tokens."""
     plugin.serve_dtype(dtype)
     speculation = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     return EngineArgs(
         model=str(tiny_llama()), kv_cache_dtype=dtype, skip_tokenizer_init=True, block_size=BLOCK, max_model_len=1024,
-        max_num_batched_tokens=64, max_num_seqs=6, enable_prefix_caching=caching, async_scheduling=False,
+        max_num_batched_tokens=chunk, max_num_seqs=6, enable_prefix_caching=caching, async_scheduling=False,
         speculative_config=speculation if drafts else None,
     ).create_engine_config()  # fmt: skip
 
@@ -56,9 +56,9 @@ class Engine:
 
     def __init__(
         self, dtype: str, blocks: int, *, drafts: int = 0, caching: bool = True, flights: int = 1, defers: bool = False,
-        sliding: bool = False,
+        sliding: bool = False, chunk: int = 64,
     ) -> None:  # fmt: skip
-        config = configured(dtype, drafts, caching)
+        config = configured(dtype, drafts, caching, chunk)
         config.cache_config.num_gpu_blocks = blocks
         own = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=DIM, dtype=torch.uint8)
         window = SlidingWindowSpec(
@@ -151,6 +151,11 @@ class Engine:
         for block in claims.pages:
             assert block in owned or pool.blocks[block].block_hash is not None
         assert set(claims.claimed) <= owned
+        for name in {name for holders in claims.claimed.values() for name in holders}:
+            tables = [self.manager.get_block_ids(name)[group] for group in self.own]
+            # A step in flight may still write to the block before the newest ones.
+            newest = {block for table in tables for block in table[-self.newest - self.flights - self.drafts :]}
+            assert claims.claims_of(name) <= newest | deferred
 
     def _run(self, step: Any, choose: random.Random) -> tuple[Any, set[int]]:
         """Store the step's tokens and check what decode reads. Return the sampled tokens, and the written pages."""
