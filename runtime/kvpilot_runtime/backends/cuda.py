@@ -109,7 +109,8 @@ class CudaImpl(Reserving, PackedImpl):
         if shared or key is None or value is None:
             # This layer reads another layer's cache. With only padding slots, the launch stores nothing, and just
             # rotates the queries.
-            slots, key, value = meta.nowhere, *(query[:, : self.num_kv_heads] for _ in "kv")
+            slots = meta.nowhere
+            key = value = query[:, : self.num_kv_heads]
         pages.store(query, key, value, slots, meta.plan, meta.decodes, self.scale, meta.ordinals)
         if meta.decodes:
             pages.decode(meta.block_table, meta.seq_lens, meta.plan, output)
