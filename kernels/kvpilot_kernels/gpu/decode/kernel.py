@@ -19,8 +19,7 @@ so the matrix products run on codes alone. Decode is fast on NVIDIA GPUs from co
 
 A second loop over a sequence's newest blocks reads the recent window (`layouts`: residual pages). There, a residual
 refines each code of b bits to 8 bits. It is stored as digits of b bits, which are packed and multiplied like codes. The
-loop adds the product of queries and digits, times the scale of the token's residual. This scale is 0 in a block without
-residual pages.
+loop adds the product of queries and digits, times the scale of the token's residual, if the block has residual pages.
 
 If a sequence has several tokens in a step (`several`: a token and its drafts), each column of the products has its own
 `end`: the number of tokens that its query attends to. Pages are read once for all columns. Masks by column apply only
@@ -46,13 +45,24 @@ from kvpilot_kernels.gpu.decode.head512 import (
     allocate_queries,
     fetch_queries,
     load_wide_query,
+    refine_score_wide,
+    refine_wide,
     score_wide,
     write_wide,
 )
 from kvpilot_kernels.gpu.decode.queries import Source, load_query
-from kvpilot_kernels.gpu.decode.residuals import fetch_residuals
+from kvpilot_kernels.gpu.decode.residuals import as_fine, fetch_digits, fetch_side, find_tile, load_exponents
 from kvpilot_kernels.gpu.decode.smem import Pages, allocate, fetch, fetch_tile
-from kvpilot_kernels.gpu.decode.softmax import accumulate, hide, initial_state, score, write
+from kvpilot_kernels.gpu.decode.softmax import (
+    accumulate,
+    capped,
+    hide,
+    initial_state,
+    refine,
+    refine_score,
+    score,
+    write,
+)
 from kvpilot_kernels.gpu.layout.mma import COLS
 from kvpilot_kernels.gpu.layout.page import NARROW, SideLayout
 
@@ -114,38 +124,70 @@ Attributes:
 
 
 @gluon.jit
-def attend(query, smem, stage, state, fine, begin, stop, split, C: gl.constexpr):
-    """Add tokens [begin, stop) of the split to the running softmax.
+def attend(query, smem, begin, stop, split, C: gl.constexpr):
+    """Attend to tokens [begin, stop) of the split, which come before the recent window.
 
-    Before the recent window, copies of stages - 1 tiles are in flight, up to token `split.ahead`. In the recent window
-    only the tile at `stage` is in flight, because its residual digits use the buffers of the other stages.
-
-    Args:
-        fine: exponents of the tile at `begin` (`residuals.fetch_residuals`); None before the recent window.
+    Copies of stages - 1 tiles are in flight, up to token `split.ahead`. Return the stage of the tile at `stop`, and the
+    running softmax.
     """
-    REFINED: gl.constexpr = fine is not None
-    scores_unit = gl.full([C.queries], 1.0, gl.float32, COLS) if C.softcap else query.unit
+    stage = 0
+    state = initial_state(C)
+    unit = gl.full([C.queries], 1.0, gl.float32, COLS) if C.softcap else query.unit
     for t in range(begin, stop, C.tile):
-        if REFINED:
-            async_copy.wait_group(0)
-        else:
-            next_stage = stage + C.stages - 1
-            next_stage = gl.where(next_stage >= C.stages, next_stage - C.stages, next_stage)
-            fetch(smem, next_stage, split.pages, t + (C.stages - 1) * C.tile, split.ahead, C)
-            async_copy.commit_group()
-            async_copy.wait_group(C.stages - 1)
-        scores = (score_wide if C.wide else score)(smem, stage, t, query, fine, split.softcap, C)
+        next_stage = stage + C.stages - 1
+        next_stage = gl.where(next_stage >= C.stages, next_stage - C.stages, next_stage)
+        fetch(smem, next_stage, split.pages, t + (C.stages - 1) * C.tile, split.ahead, C)
+        async_copy.commit_group()
+        async_copy.wait_group(C.stages - 1)
+        scores = (score_wide if C.wide else score)(smem, stage, t, query, C)
+        if C.softcap:
+            scores = capped(scores, query, split.softcap)
         scores, limits = hide(scores, smem.meta.index(stage), t, split, C)
-        state = (accumulate_wide if C.wide else accumulate)(
-            scores, scores_unit, limits, smem, stage, state, fine, C
-        )  # fmt: skip
-        if REFINED:
-            fetch(smem, stage, split.pages, t + C.tile, stop, C)
-            fine = fetch_residuals(smem, stage, split.pages, t + C.tile, stop, C)
-            async_copy.commit_group()
-        else:
-            stage = gl.where(stage == C.stages - 1, 0, stage + 1)
+        state, _ = (accumulate_wide if C.wide else accumulate)(scores, unit, limits, smem, stage, state, C)
+        stage = gl.where(stage == C.stages - 1, 0, stage + 1)
     return stage, state
+
+
+@gluon.jit
+def attend_refined(query, smem, stage, state, begin, stop, split, C: gl.constexpr):
+    """Add tokens [begin, stop) of the split, which are in the recent window, to the running softmax.
+
+    The residual digits of the tile at `stage` use the buffers of the other stages, so no other tile fits. But keys are
+    free as soon as the scores are known. So copies of the next tile's keys are in flight while the values are read, and
+    then copies of its values while the next keys are read.
+    """
+    KEY: gl.constexpr = C.key_side
+    VALUE: gl.constexpr = C.value_side
+    pages = split.pages
+    unit = gl.full([C.queries], 1.0, gl.float32, COLS) if C.softcap else query.unit
+    tile = find_tile(pages, begin, stop, C)
+    fetch_digits(smem, stage, pages, tile, KEY, 1, C)
+    async_copy.commit_group()
+    fetch_digits(smem, stage, pages, tile, VALUE, 2, C)
+    async_copy.commit_group()
+    exponents = load_exponents(pages, tile, C)
+    for t in range(begin, stop, C.tile):
+        fine = as_fine(tile, exponents, C)
+        tile = find_tile(pages, t + C.tile, stop, C)
+        async_copy.wait_group(1)
+        scores = (score_wide if C.wide else score)(smem, stage, t, query, C)
+        if KEY.digits > 0:  # noqa: SIM102 - a constant of the launch
+            if fine.there:
+                scores = (refine_score_wide if C.wide else refine_score)(scores, smem, stage, query, fine, C)
+        if C.softcap:
+            scores = capped(scores, query, split.softcap)
+        fetch_side(smem, stage, pages, tile, KEY, 1, C)
+        async_copy.commit_group()
+        exponents = load_exponents(pages, tile, C)
+        async_copy.wait_group(1)
+        scores, limits = hide(scores, smem.meta.index(stage), t, split, C)
+        state, p = (accumulate_wide if C.wide else accumulate)(scores, unit, limits, smem, stage, state, C)
+        if VALUE.digits > 0:  # noqa: SIM102 - a constant of the launch
+            if fine.there:
+                state = (refine_wide if C.wide else refine)(p, limits, smem, stage, state, fine, C)
+        fetch_side(smem, stage, pages, tile, VALUE, 2, C)
+        async_copy.commit_group()
+    return state
 
 
 @gluon.jit(do_not_specialize=["table_stride"])
@@ -240,13 +282,9 @@ def decode_kernel(
                 fetch_tile(smem, i, pages, blocks[i], t, C)
             async_copy.commit_group()
         query = load_wide_query(shared, source, C) if C.wide else load_query(source, C)
-        stage = 0
-        state = initial_state(C)
-        stage, state = attend(query, smem, stage, state, None, start, plain, work, C)
+        stage, state = attend(query, smem, start, plain, work, C)
         if C.residuals > 0:
-            fine = fetch_residuals(smem, stage, pages, plain, end, C)
-            async_copy.commit_group()
-            stage, state = attend(query, smem, stage, state, fine, plain, end, work, C)
+            state = attend_refined(query, smem, stage, state, plain, end, work, C)
         async_copy.wait_group(0)
         at = (result * heads + head).to(gl.int64) * C.ratio + (0 if C.several else first)
         (write_wide if C.wide else write)(out_ptr + at * C.dim, lse_ptr + at, source, state, C)

@@ -95,19 +95,29 @@ def fetch(smem, stage, pages, t, end, C: gl.constexpr):
 def fetch_tile(smem, stage, pages, block, t, C: gl.constexpr):
     """Start copying the tile of tokens [t, t + tile), which are in `block`, into `stage`."""
     KEY: gl.constexpr = C.key_side
-    VALUE: gl.constexpr = C.value_side
     TILE: gl.constexpr = C.tile
     page = pages.base + block.to(gl.int64) * pages.stride
     place = gl.multiple_of(t % KEY.page, TILE)
-    s8: gl.constexpr = gl.pointer_type(gl.int8)
-    u16: gl.constexpr = gl.pointer_type(gl.uint16)
-    fetch_rows(smem.key, stage, (page + (KEY.codes + place * KEY.row)).to(s8), KEY, 1, C)
-    i = gl.arange(0, 2 * C.groups * TILE, gl.BlockedLayout([8], [32], [1], [0]))
+    fetch_codes(smem.key, stage, page, place, KEY, 1, C)
     # The metadata of keys and of values are adjacent regions.
-    copy_to_shared(
-        smem.meta.index(stage), (page + KEY.meta).to(u16) + place + ((i // TILE) * KEY.page + i % TILE)
-    )  # fmt: skip
-    fetch_rows(smem.value, stage, (page + (VALUE.codes + place * VALUE.row)).to(u16), VALUE, 2, C)
+    fetch_meta(smem.meta.index(stage), page, place, KEY, 2 * C.groups, C)
+    fetch_codes(smem.value, stage, page, place, C.value_side, 2, C)
+
+
+@gluon.jit
+def fetch_codes(buffer, stage, page, place, SIDE: gl.constexpr, SIZE: gl.constexpr, C: gl.constexpr):
+    """Start copying a tile's codes of keys or values (SIDE), which begin at `place` of `page`, into `stage`."""
+    rows = (page + (SIDE.codes + place * SIDE.row)).to(gl.pointer_type(gl.int8 if SIZE == 1 else gl.uint16))
+    fetch_rows(buffer, stage, rows, SIDE, SIZE, C)
+
+
+@gluon.jit
+def fetch_meta(meta, page, place, SIDE: gl.constexpr, GROUPS: gl.constexpr, C: gl.constexpr):
+    """Start copying a tile's scale metadata of GROUPS groups, from the first group of keys or values (SIDE) on."""
+    TILE: gl.constexpr = C.tile
+    i = gl.arange(0, GROUPS * TILE, gl.BlockedLayout([8], [32], [1], [0]))
+    rows = (page + SIDE.meta).to(gl.pointer_type(gl.uint16)) + place
+    copy_to_shared(meta, rows + ((i // TILE) * SIDE.page + i % TILE))
 
 
 @gluon.jit
