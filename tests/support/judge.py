@@ -87,8 +87,9 @@ class Judge:
             return
         judged = slice(given[0], min(given[-1] + 1, len(answer)))
         self.judged += judged.stop - judged.start
-        fine = torch.zeros(len(prompt) + len(answer), len(prompt) + len(answer), dtype=torch.bool)
-        for at, read in enumerate(refined):
+        total = len(prompt) + len(answer)
+        fine = torch.zeros(total, total, dtype=torch.bool)
+        for at, read in enumerate(refined[:total]):  # the last step may have stored drafts after the answer
             for i in read:
                 fine[at, i * self.size : min((i + 1) * self.size, at + 1)] = True
         below = self.oracle.shortfalls(prompt, answer, fine=fine)[judged]
