@@ -111,7 +111,7 @@ def test_residual_pages_interleaved_with_other_layers_work_and_change_no_byte_of
 
 @settings(max_examples=16)
 @given(
-    names, st.sampled_from([64, 96, 128, 512]), st.lists(st.integers(1, 140), min_size=1, max_size=3),
+    names, st.sampled_from([64, 96, 128, 256, 512]), st.lists(st.integers(1, 140), min_size=1, max_size=3),
     st.sampled_from([0, 1, 2, 3, 99]), st.sampled_from([0.3, 0.7, 1.0]), st.sampled_from([1, 4, 9]),
     st.sampled_from([(16, 16), (48, 16), (64, 32), (64, 64)]), st.integers(2, 4), st.integers(1, 4), st.booleans(),
     seeds,

@@ -127,7 +127,7 @@ def store_side(rows, pages, tokens, ordinals_ptr, numbered, head, SIDE: tl.const
     if SIDE.residual > 0 and SIDE.digits > 0:
         PAGES: tl.constexpr = (SIDE.page + SIDE.residual - 1) // SIDE.residual
         fine = tl.load(pages.residuals + (block * PAGES + place // SIDE.residual), mask=live, other=0)
-        if tl.max(fine, 0) > 0:  # most blocks of a prompt have no residual pages
+        if tl.max(fine, 0) > 0:  # most tokens of a prompt have no residual pages
             page = base + fine.to(tl.int64) * pages.page_stride
             store_residuals(y, codes, meta, page, place % SIDE.residual, fine > 0, SIDE)
 
