@@ -105,9 +105,9 @@ def test_more_than_a_thousand_query_tokens_are_split_and_merged() -> None:
 @settings(max_examples=12)
 @given(
     st.sampled_from(WITH_RESIDUALS), st.sampled_from([64, 96, 128, 256, 512]),
-    st.lists(drafted, min_size=1, max_size=3), st.integers(0, 4), st.sampled_from([0.5, 1.0]), st.sampled_from([1, 4, 9]),
-    st.sampled_from([(16, 16), (48, 16), (64, 32), (64, 64)]), st.integers(2, 4), st.integers(1, 4), st.booleans(),
-    seeds,
+    st.lists(drafted, min_size=1, max_size=3), st.integers(0, 4), st.sampled_from([0.5, 1.0]),
+    st.sampled_from([1, 4, 9]), st.sampled_from([(16, 16), (48, 16), (64, 32), (64, 64)]), st.integers(2, 4),
+    st.integers(1, 4), st.booleans(), seeds,
 )  # fmt: skip
 def test_all_tokens_of_a_sequence_read_the_same_newest_blocks_with_residuals(
     name: str, dim: int, step: list[tuple[int, int]], newest: int, mapped: float, ratio: int, cut: tuple[int, int],
