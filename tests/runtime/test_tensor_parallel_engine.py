@@ -1,7 +1,7 @@
 """Two tensor-parallel ranks of a real engine each have their own KV heads, residual pages and factors.
 
-As in `test_recent_engine.py`, requests share prefixes and come in chunks, and residual pages start full of random bytes.
-A rank that read another rank's factors or rows would give other answers.
+As in `test_recent_engine.py`, requests share prefixes and come in chunks, and residual pages start with random bytes. A
+rank that read another rank's factors or rows would give other answers.
 """
 
 import random
