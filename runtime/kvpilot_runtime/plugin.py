@@ -80,9 +80,10 @@ def serve_dtype(dtype: str) -> None:
         hooks.share_pages(tuple(paths))
         hooks.around_kv_cache(settle, serve)
         if dtypes.parse(dtype).has_residuals:
-            from kvpilot_runtime.recent import residual_pool
+            from kvpilot_runtime.recent import residual_maps, residual_pool
 
-            hooks.carry_residual_pages(residual_pool.extend, residual_pool.changes, refine)
+            residual_pool.require()
+            hooks.carry_residual_pages(residual_pool.extend, residual_pool.changes, residual_maps.refine)
         hooks.around_connectors(terms.connector_class)
         if not compat.lacks(pinned=True):
             hooks.around_layout(terms.layout)
@@ -122,13 +123,6 @@ def settle(worker: Any) -> None:
     at_start.calibrate(worker, layers)
     if layers:
         window.report(worker.vllm_config)
-
-
-def refine(vllm_config: Any, changes: Any) -> None:
-    """Write the residual pages of blocks to a worker's map, see `packed.refine`."""
-    from kvpilot_runtime.backends import packed
-
-    packed.refine(vllm_config, changes)
 
 
 def serve(worker: Any) -> None:

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvpilot_formats import formats
 from kvpilot_runtime.backends import cpu, packed
 from kvpilot_runtime.errors import UnsupportedModelError
-from kvpilot_runtime.recent import window
+from kvpilot_runtime.recent import residual_maps, window
 from kvpilot_runtime.vllm_api import compat
 
 NAMES = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
@@ -114,8 +114,8 @@ def test_layers_with_as_many_residual_pages_share_a_map_that_keeps_its_address(c
     found = first.impl.residuals(cache)
     assert found.pages.shape == (9, 1)
     assert found.newest.tolist() == [2]
-    packed.refine(config, {3: (7,), 8: (1,)})
-    packed.refine(config, {3: (), 4: (3,)})
+    residual_maps.refine(config, {3: (7,), 8: (1,)})
+    residual_maps.refine(config, {3: (), 4: (3,)})
     assert found.pages.flatten().tolist() == [0, 0, 0, 0, 3, 0, 0, 0, 1]
     again = second.impl.residuals(cache)
     assert again.pages.data_ptr() == found.pages.data_ptr()
@@ -129,7 +129,7 @@ def test_layers_with_fewer_residual_pages_than_others_use_the_first_ones(config:
     row = formats.parse("k2v2").row_bytes(128)
     caches = [torch.zeros(9, 8, size, row, dtype=torch.uint8) for size in (16, 64)]
     four, three = (layer.impl.residuals(cache) for layer, cache in zip((first, second), caches, strict=True))
-    packed.refine(config, {2: (5, 6, 7, 8)})
+    residual_maps.refine(config, {2: (5, 6, 7, 8)})
     assert four.pages[2].tolist() == [5, 6, 7, 8]
     assert three.pages[2].tolist() == [5, 6, 7]
     assert (four.newest.item(), three.newest.item()) == (512 // 16 + 1, 512 // 64 + 1)

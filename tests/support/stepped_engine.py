@@ -214,18 +214,19 @@ def expected(asked: Asked) -> list[list[int]]:
 
 def give_carelessly() -> None:
     """Let the scheduler give residual pages to all newest blocks, also to those with stored tokens."""
-    from kvpilot_runtime.recent.residual_pool import ResidualManager
+    from kvpilot_runtime.recent import residual_pool
 
-    stock = ResidualManager._claim
+    manager: Any = residual_pool.ResidualManager
+    stock = manager._claim
 
     def claim(self: Any, request: Any, known: list[int], stored: int, end: int) -> None:
         stock(self, request, known, stored, end)
-        for group in self.refined:
-            for block in group.of(request.request_id)[group.first(end) :]:
+        for manager, first, _ in self._spans(known, stored, end):
+            for block in manager.req_to_blocks[request.request_id][first:]:
                 if block.block_id not in self.block_pool.claims.pages:
                     self.block_pool.refine(block.block_id, request.request_id)
 
-    ResidualManager._claim = claim
+    manager._claim = claim
 
 
 def main() -> None:

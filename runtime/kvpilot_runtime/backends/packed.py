@@ -7,7 +7,7 @@ the table of formats, in each process that imports or unpickles one of them.
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
@@ -169,16 +169,6 @@ def only_ours(vllm_config: Any) -> bool:
     """Return True if all layers with a KV cache have packed pages."""
     every = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
     return all(isinstance(getattr(layer, "impl", None), PackedImpl) for layer in every)
-
-
-def refine(vllm_config: Any, changes: Mapping[int, tuple[int, ...]]) -> None:
-    """Write the residual pages of blocks to the map that the engine's layers share.
-
-    `changes` has a block's new residual pages, or an empty tuple for none.
-    """
-    for layer in our_layers(vllm_config).values():
-        layer.impl.maps.apply(changes)
-        return
 
 
 def refuse_unsupported_options(vllm_config: Any) -> None:

@@ -1,6 +1,7 @@
 """Map of residual pages in a worker: a copy of the scheduler's map, on the device that reads it."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -27,8 +28,8 @@ class ResidualMaps:
         return found
 
     @torch.inference_mode()
-    def apply(self, changes: Mapping[int, tuple[int, ...]]) -> None:
-        """Write the residual pages of blocks, before the engine step that reads them."""
+    def refine(self, changes: Mapping[int, tuple[int, ...]]) -> None:
+        """Write the residual pages of blocks, or an empty tuple for none, before the engine step that reads them."""
         for (count, _), found in self._maps.items():
             device = found.pages.device
             rows = torch.tensor(
@@ -36,3 +37,11 @@ class ResidualMaps:
                 pin_memory=device.type == "cuda",
             ).to(device, non_blocking=True)  # fmt: skip
             found.pages.index_copy_(0, rows[:, 0].long(), rows[:, 1:])
+
+
+def refine(vllm_config: Any, changes: Mapping[int, tuple[int, ...]]) -> None:
+    """Write the residual pages of blocks to the maps of an engine's layers, which its first layer of ours holds."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    impls = (getattr(layer, "impl", None) for layer in layers)
+    if (maps := next((impl.maps for impl in impls if hasattr(impl, "maps")), None)) is not None:
+        maps.refine(changes)

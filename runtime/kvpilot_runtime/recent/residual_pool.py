@@ -6,8 +6,6 @@ So a block has residual pages only if the residuals of all its tokens are in the
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +17,10 @@ from vllm.v1.request import RequestStatus
 from kvpilot_formats import formats
 from kvpilot_runtime.recent.claims import Claims
 from kvpilot_runtime.recent.window import window
+from kvpilot_runtime.vllm_api import contract
+
+ARGUMENTS = ("num_new_computed_tokens", "num_external_computed_tokens")
+"""Arguments of vLLM's `allocate_slots` with the tokens that a prefix hit or a KV connector has computed."""
 
 
 class ResidualPool(BlockPool):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
@@ -92,15 +94,6 @@ class ResidualPool(BlockPool):  # type: ignore[misc]  # mypy sees vLLM's classes
             if self.claims.claimed[block] != {request} or self.blocks[block].ref_cnt > 1:
                 self.claims.release(block, request)
 
-    @contextmanager
-    def reserve(self, held: int = 0, *, taking: bool = False) -> Iterator[None]:
-        """Set `held` and `taking` in the `with` block."""
-        self.held, self.taking = held, taking
-        try:
-            yield
-        finally:
-            self.held, self.taking = 0, False
-
     def _forget(self, blocks: Iterable[Any]) -> None:
         for block in blocks:
             if block.block_id in self.claims.pages:
@@ -110,36 +103,16 @@ class ResidualPool(BlockPool):  # type: ignore[misc]  # mypy sees vLLM's classes
         super().free_blocks([self.blocks[page] for page in self.claims.drop(block)])
 
 
-@dataclass(frozen=True)
-class Group:
-    """KV-cache group with layers of our dtype: vLLM's manager, and how many of a request's newest blocks to refine."""
-
-    manager: Any
-    newest: int
-
-    def first(self, tokens: int) -> int:
-        """Return the index of the first of the newest blocks of a request with this many tokens."""
-        return max(self.blocks(tokens) - self.newest, 0)
-
-    def blocks(self, tokens: int) -> int:
-        """Return how many blocks this many tokens take."""
-        return int(-(-tokens // self.manager.block_size))
-
-    def of(self, request: str) -> list[Any]:
-        """Return the blocks of a request."""
-        found: list[Any] = self.manager.req_to_blocks.get(request, [])
-        return found
-
-
 class ResidualManager(KVCacheManager):  # type: ignore[misc]
     """KV-cache manager that lets requests claim residual pages.
 
     Attributes:
-        refined: groups whose blocks have residual pages.
+        refined: vLLM's managers of the KV-cache groups whose blocks have residual pages, and for how many of a
+            request's newest blocks.
         takes: True if a running request may take claimed residual pages before vLLM preempts another request.
     """
 
-    refined: list[Group]
+    refined: dict[Any, int]
     takes: bool
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
@@ -148,20 +121,15 @@ class ResidualManager(KVCacheManager):  # type: ignore[misc]
         A new request must find pages for its claims, too, unless it would be the only running request. A running
         request does without.
         """
-        pool, known = self.block_pool, [len(group.of(request.request_id)) for group in self.refined]
-        stored = request.num_computed_tokens + sum(
-            kwargs.get(name, 0) for name in ("num_new_computed_tokens", "num_external_computed_tokens")
-        )
+        known = [len(manager.req_to_blocks.get(request.request_id, ())) for manager in self.refined]
+        stored = request.num_computed_tokens + sum(kwargs.get(name, 0) for name in ARGUMENTS)
         end, held = max(stored + num_new_tokens, request.num_tokens), 0
         running = request.status == RequestStatus.RUNNING
-        if not running:
-            hits = getattr(kwargs.get("new_computed_blocks"), "blocks", None)
-            held = self._wanted(known, stored, end, hits)
-        with pool.reserve(held if kwargs.get("has_scheduled_reqs", True) else 0):
-            found = super().allocate_slots(request, num_new_tokens, *args, **kwargs)
+        if not running and kwargs.get("has_scheduled_reqs", True):
+            held = self._wanted(known, stored, end, getattr(kwargs.get("new_computed_blocks"), "blocks", None))
+        found = self._allocate(held, False, request, num_new_tokens, *args, **kwargs)
         if found is None and running and self.takes:
-            with pool.reserve(taking=True):
-                found = super().allocate_slots(request, num_new_tokens, *args, **kwargs)
+            found = self._allocate(0, True, request, num_new_tokens, *args, **kwargs)
         if found is not None:
             self._claim(request, known, stored, end)
         return found
@@ -177,49 +145,65 @@ class ResidualManager(KVCacheManager):  # type: ignore[misc]
         found: list[Any] = super().pop_blocks_for_free(request)
         return found
 
-    def _wanted(self, known: list[int], stored: int, end: int, hits: Any) -> int:
-        """Return how many free blocks the claims of a request under admission will take.
+    def _allocate(self, held: int, taking: bool, *args: Any, **kwargs: Any) -> Any:
+        self.block_pool.held, self.block_pool.taking = held, taking
+        try:
+            return super().allocate_slots(*args, **kwargs)
+        finally:
+            self.block_pool.held, self.block_pool.taking = 0, False
 
-        The arguments are those of `_claim`; `hits` has the blocks of a prefix hit for each KV-cache group, or is None.
-        """
-        claims, found = self.block_pool.claims, 0
-        for group, had in zip(self.refined, known, strict=True):
-            hit = hits[group.manager.kv_cache_group_id] if hits else ()
-            first, fresh = group.first(end), max(had, group.blocks(stored))
-            for block in hit[first:]:
-                claims.refresh(block.block_id)
-                found += block.block_id in claims.idle
-            found += max(group.blocks(end) - max(first, fresh), 0)
-        return found * int(self.block_pool.count)
-
-    def _claim(self, request: Any, known: list[int], stored: int, end: int) -> None:
-        """Let a request claim residual pages for its newest blocks, and release its claims on older ones.
+    def _spans(self, known: list[int], stored: int, end: int) -> Iterator[tuple[Any, int, int]]:
+        """Yield for each group: its manager, the first of the newest blocks, and the first without a stored token.
 
         Args:
             known: number of blocks that the request had in each group.
-            stored: number of tokens that are stored already. The blocks of later tokens get residual pages.
+            stored: number of tokens that are stored already.
             end: number of tokens after the step, or of all known tokens.
         """
+        for (manager, newest), had in zip(self.refined.items(), known, strict=True):
+            size = manager.block_size
+            yield manager, max(-(-end // size) - newest, 0), max(-(-stored // size), had)
+
+    def _wanted(self, known: list[int], stored: int, end: int, hits: Any) -> int:
+        """Return how many free blocks the claims of a request under admission will take.
+
+        `hits` has the blocks of a prefix hit for each KV-cache group, or is None.
+        """
+        claims, found = self.block_pool.claims, 0
+        for manager, first, fresh in self._spans(known, stored, end):
+            for block in hits[manager.kv_cache_group_id][first:] if hits else ():
+                claims.refresh(block.block_id)
+                found += block.block_id in claims.idle
+            found += max(-(-end // manager.block_size) - max(first, fresh), 0)
+        return found * int(self.block_pool.count)
+
+    def _claim(self, request: Any, known: list[int], stored: int, end: int) -> None:
+        """Let a request claim residual pages for its newest blocks, and release its claims on older ones."""
         pool, name = self.block_pool, request.request_id
-        owned = [group.of(name) for group in self.refined]
-        if known == [len(blocks) for blocks in owned]:
+        if known == [len(manager.req_to_blocks[name]) for manager in self.refined]:
             return
         # Steps in flight may still write to the residual pages of these tokens.
-        settled = stored - getattr(request, "num_in_flight_tokens", 0)
-        kept = {
-            block.block_id
-            for group, blocks in zip(self.refined, owned, strict=True)
-            for block in blocks[min(group.first(end), settled // group.manager.block_size) :]
-        }
+        settled, kept = stored - getattr(request, "num_in_flight_tokens", 0), set[int]()
+        spans = [(m, m.req_to_blocks[name], *marks) for m, *marks in self._spans(known, stored, end)]
+        for manager, blocks, first, _ in spans:
+            kept |= {block.block_id for block in blocks[min(first, settled // manager.block_size) :]}
         for block in pool.claims.claims_of(name) - kept:
             pool.claims.release(block, name)
-        for group, blocks, had in zip(self.refined, owned, known, strict=True):
-            first, fresh = group.first(end), max(had, group.blocks(stored))
+        for (_, blocks, first, fresh), had in zip(spans, known, strict=True):
             for block in blocks[max(first, had) : fresh]:
                 if block.block_id in pool.claims.pages:
                     pool.claims.claim(block.block_id, name)
             for block in reversed(blocks[max(first, fresh) :]):
                 pool.refine(block.block_id, name)
+
+
+def require() -> None:
+    """Raise AttributeError if this vLLM lacks a function that this module overrides, or an argument that it reads."""
+    contract.require(
+        BlockPool, "get_num_free_blocks", "get_new_blocks", "free_blocks", "evict_blocks", "reset_prefix_cache"
+    )
+    contract.require(KVCacheManager, "free", "pop_blocks_for_free")
+    contract.require(KVCacheManager.allocate_slots, *ARGUMENTS, "new_computed_blocks", "has_scheduled_reqs")
 
 
 def extend(scheduler: Any) -> None:
@@ -233,7 +217,7 @@ def extend(scheduler: Any) -> None:
     ours = [m for m in full if m.kv_cache_spec.dtype == torch.uint8] or full
     pool = manager.block_pool
     manager.__class__, pool.__class__ = ResidualManager, ResidualPool
-    manager.refined = [Group(m, fmt.recent_blocks(recent, m.block_size)) for m in ours]
+    manager.refined = {m: fmt.recent_blocks(recent, m.block_size) for m in ours}
     manager.takes = not getattr(scheduler, "defer_block_free", False)
     pool.claims, pool.held, pool.taking = Claims(), 0, False
     pool.count = max(fmt.residual_pages(dim, m.block_size) for dim in formats.HEAD_DIMS for m in ours)
