@@ -219,10 +219,10 @@ def give_carelessly() -> None:
     manager: Any = residual_pool.ResidualManager
     stock = manager._claim
 
-    def claim(self: Any, request: Any, known: list[int], stored: int, end: int) -> None:
-        stock(self, request, known, stored, end)
-        for manager, first, _ in self._spans(known, stored, end):
-            for block in manager.req_to_blocks[request.request_id][first:]:
+    def claim(self: Any, request: Any, *args: Any) -> None:
+        stock(self, request, *args)
+        for manager, newest in self.refined.items():
+            for block in manager.req_to_blocks[request.request_id][-newest:]:
                 if block.block_id not in self.block_pool.claims.pages:
                     self.block_pool.refine(block.block_id, request.request_id)
 

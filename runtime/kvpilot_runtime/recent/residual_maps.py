@@ -41,7 +41,7 @@ class ResidualMaps:
 
 def refine(vllm_config: Any, changes: Mapping[int, tuple[int, ...]]) -> None:
     """Write the residual pages of blocks to the maps of an engine's layers, which its first layer of ours holds."""
-    layers = vllm_config.compilation_config.static_forward_context.values()
-    impls = (getattr(layer, "impl", None) for layer in layers)
-    if (maps := next((impl.maps for impl in impls if hasattr(impl, "maps")), None)) is not None:
-        maps.refine(changes)
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        if (maps := getattr(getattr(layer, "impl", None), "maps", None)) is not None:
+            maps.refine(changes)
+            return

@@ -5,7 +5,7 @@ count as free: the pool takes them back, oldest first, before it evicts a cached
 So a block has residual pages only if the residuals of all its tokens are in them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -121,17 +121,17 @@ class ResidualManager(KVCacheManager):  # type: ignore[misc]
         A new request must find pages for its claims, too, unless it would be the only running request. A running
         request does without.
         """
-        known = [len(manager.req_to_blocks.get(request.request_id, ())) for manager in self.refined]
-        stored = request.num_computed_tokens + sum(kwargs.get(name, 0) for name in ARGUMENTS)
-        end, held = max(stored + num_new_tokens, request.num_tokens), 0
-        running = request.status == RequestStatus.RUNNING
-        if not running and kwargs.get("has_scheduled_reqs", True):
-            held = self._wanted(known, stored, end, getattr(kwargs.get("new_computed_blocks"), "blocks", None))
-        found = self._allocate(held, False, request, num_new_tokens, *args, **kwargs)
-        if found is None and running and self.takes:
-            found = self._allocate(0, True, request, num_new_tokens, *args, **kwargs)
+        if request.status is RequestStatus.RUNNING:
+            found = super().allocate_slots(request, num_new_tokens, *args, **kwargs)
+            if found is None and self.takes:
+                found = self._allocate(0, True, request, num_new_tokens, *args, **kwargs)
+            if found is self.empty_kv_cache_blocks:  # most steps need no new block
+                return found
+        else:
+            held = self._wanted(request, num_new_tokens, kwargs) if kwargs.get("has_scheduled_reqs", True) else 0
+            found = self._allocate(held, False, request, num_new_tokens, *args, **kwargs)
         if found is not None:
-            self._claim(request, known, stored, end)
+            self._claim(request, num_new_tokens, kwargs, found.blocks)
         return found
 
     def free(self, request: Any) -> None:
@@ -152,49 +152,53 @@ class ResidualManager(KVCacheManager):  # type: ignore[misc]
         finally:
             self.block_pool.held, self.block_pool.taking = 0, False
 
-    def _spans(self, known: list[int], stored: int, end: int) -> Iterator[tuple[Any, int, int]]:
-        """Yield for each group: its manager, the first of the newest blocks, and the first without a stored token.
-
-        Args:
-            known: number of blocks that the request had in each group.
-            stored: number of tokens that are stored already.
-            end: number of tokens after the step, or of all known tokens.
-        """
-        for (manager, newest), had in zip(self.refined.items(), known, strict=True):
-            size = manager.block_size
-            yield manager, max(-(-end // size) - newest, 0), max(-(-stored // size), had)
-
-    def _wanted(self, known: list[int], stored: int, end: int, hits: Any) -> int:
+    def _wanted(self, request: Any, new: int, asked: Mapping[str, Any]) -> int:
         """Return how many free blocks the claims of a request under admission will take.
 
-        `hits` has the blocks of a prefix hit for each KV-cache group, or is None.
+        `asked` has the other arguments of `allocate_slots`.
         """
         claims, found = self.block_pool.claims, 0
-        for manager, first, fresh in self._spans(known, stored, end):
-            for block in hits[manager.kv_cache_group_id][first:] if hits else ():
+        stored, hits = _stored(request, asked), getattr(asked.get("new_computed_blocks"), "blocks", None)
+        for manager, newest in self.refined.items():
+            size, had = manager.block_size, len(manager.req_to_blocks.get(request.request_id, ()))
+            blocks = -(-max(stored + new, request.num_tokens) // size)
+            for block in hits[manager.kv_cache_group_id][max(blocks - newest, 0) :] if hits else ():
                 claims.refresh(block.block_id)
                 found += block.block_id in claims.idle
-            found += max(-(-end // manager.block_size) - max(first, fresh), 0)
+            found += max(min(newest, blocks - max(-(-stored // size), had)), 0)
         return found * int(self.block_pool.count)
 
-    def _claim(self, request: Any, known: list[int], stored: int, end: int) -> None:
-        """Let a request claim residual pages for its newest blocks, and release its claims on older ones."""
-        pool, name = self.block_pool, request.request_id
-        if known == [len(manager.req_to_blocks[name]) for manager in self.refined]:
-            return
-        # Steps in flight may still write to the residual pages of these tokens.
-        settled, kept = stored - getattr(request, "num_in_flight_tokens", 0), set[int]()
-        spans = [(m, m.req_to_blocks[name], *marks) for m, *marks in self._spans(known, stored, end)]
-        for manager, blocks, first, _ in spans:
-            kept |= {block.block_id for block in blocks[min(first, settled // manager.block_size) :]}
-        for block in pool.claims.claims_of(name) - kept:
-            pool.claims.release(block, name)
-        for (_, blocks, first, fresh), had in zip(spans, known, strict=True):
-            for block in blocks[max(first, had) : fresh]:
-                if block.block_id in pool.claims.pages:
-                    pool.claims.claim(block.block_id, name)
-            for block in reversed(blocks[max(first, fresh) :]):
-                pool.refine(block.block_id, name)
+    def _claim(self, request: Any, new: int, asked: Mapping[str, Any], added: Any) -> None:
+        """Let a request claim residual pages for its newest blocks, and release its claims on older ones.
+
+        Args:
+            new: number of tokens of the step.
+            asked: the other arguments of `allocate_slots`.
+            added: the blocks that the request got, by KV-cache group.
+        """
+        pool, name, stored = self.block_pool, request.request_id, _stored(request, asked)
+        settled = stored - request.num_in_flight_tokens  # steps in flight may still write to the pages of later tokens
+        kept, plain, fresh = set[int](), list[Any](), list[Any]()
+        for manager, newest in self.refined.items():
+            size, blocks = manager.block_size, manager.req_to_blocks[name]
+            first = max(-(-max(stored + new, request.num_tokens) // size) - newest, 0)
+            # Only the blocks that the request has just got, and that have no token, get all residuals of their tokens.
+            begin = max(len(blocks) - len(added[manager.kv_cache_group_id]), -(-stored // size))
+            kept |= {block.block_id for block in blocks[min(first, settled // size) :]}
+            plain += blocks[first:begin]
+            fresh += blocks[max(first, begin) :]
+        for older in pool.claims.claims_of(name) - kept:
+            pool.claims.release(older, name)
+        for block in plain:
+            if block.block_id in pool.claims.pages:
+                pool.claims.claim(block.block_id, name)
+        for block in reversed(fresh):
+            pool.refine(block.block_id, name)
+
+
+def _stored(request: Any, asked: Mapping[str, Any]) -> int:
+    """Return how many tokens of a request are stored already, with those of a prefix hit or of a KV connector."""
+    return int(request.num_computed_tokens + sum(asked.get(name, 0) for name in ARGUMENTS))
 
 
 def require() -> None:

@@ -47,9 +47,6 @@ def report(config: Any) -> None:
     """Report the engine's recent window to log and metrics."""
     dtype = config.cache_config.cache_dtype
     found, wanted = window(config), formats.parse(dtype).recent_tokens(asked())
-    reason = "ShortContext" if found < wanted else ""
-    log.info("Recent window: kv-cache dtype %s, %d tokens %s", dtype, found, reason)
-    if reason:
-        log.info("The default recent window of kv-cache dtype %r, %d tokens, is cut to %d: the context is %d tokens",
-                 dtype, wanted, found, config.model_config.max_model_len)  # fmt: skip
-    RECENT_WINDOW.report({"dtype": dtype, "tokens": str(found), "reason": reason})
+    cut = f"; the context is shorter than the default of {wanted}" if found < wanted else ""
+    log.info("Recent window: kv-cache dtype %s, %d tokens%s", dtype, found, cut)
+    RECENT_WINDOW.report({"dtype": dtype, "tokens": str(found), "reason": "ShortContext" if cut else ""})
