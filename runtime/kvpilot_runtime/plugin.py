@@ -129,14 +129,14 @@ def serve(worker: Any) -> None:
     """Prepare a worker that has its KV cache: check its pages, and give the KV connector the engine's `terms.Terms`.
 
     Raises:
+        UnsupportedModelError: as `make_maps` does.
         UnsupportedEngineError: as `page_check.check` and the connector's `agree` do.
     """
     from kvpilot_runtime.backends import page_check
-    from kvpilot_runtime.backends.packed import our_layers
+    from kvpilot_runtime.backends.packed import make_maps, our_layers
     from kvpilot_runtime.transfer import terms
 
     layers = our_layers(worker.vllm_config)
-    for layer in layers.values():
-        layer.impl.residuals(layer.kv_cache)
+    make_maps(layers.values(), worker.model_runner.kv_cache_config.num_blocks)
     page_check.check(worker)
     terms.agree(worker, layers)

@@ -165,3 +165,12 @@ def test_a_draft_beside_a_layer_in_16_bits_is_refused(config: Any) -> None:
     config.compilation_config.static_forward_context["model.layers.2.self_attn.attn"] = other
     with pytest.raises(UnsupportedModelError, match="a draft model beside layers"):
         loaded(config, names=["model.layers.3.self_attn.attn", "model.layers.4.self_attn.attn"])
+
+
+def test_a_window_is_refused_if_vllm_splits_the_schedulers_blocks(config: Any) -> None:
+    layers = loaded(config)
+    for layer in layers:
+        layer.kv_cache = torch.zeros(10, 8, 64, formats.parse("k4v4").row_bytes(128), dtype=torch.uint8)
+    packed.make_maps(layers, 10)
+    with pytest.raises(UnsupportedModelError, match="into 64 tokens is not supported; set --block-size=64, or --rec"):
+        packed.make_maps(layers, 5)

@@ -66,9 +66,7 @@ class CudaImpl(Reserving, PackedImpl):
         """Reserve a decode `Plan`, so that vLLM counts its memory."""
         super().process_weights_after_loading(act_dtype)
         sequences, rows = decode_sizes(self._config)
-        self.reserve(
-            self._config, lambda device: Plan(self.shape(BLOCK, device), sequences, 1 + self.drafts, rows)
-        )  # fmt: skip
+        self.reserve(self._config, lambda device: Plan(self.shape(BLOCK, device), sequences, 1 + self.drafts, rows))
 
     def shape(self, block_size: int, device: torch.device) -> Shape:
         """Return this layer's `Shape`, which the kernels take."""

@@ -171,6 +171,15 @@ def only_ours(vllm_config: Any) -> bool:
     return all(isinstance(getattr(layer, "impl", None), PackedImpl) for layer in every)
 
 
+def make_maps(layers: Iterable[Any], blocks: int) -> None:
+    """Create the maps of residual pages. Raise UnsupportedModelError if vLLM has split the scheduler's `blocks`."""
+    for layer in layers:
+        if layer.impl.residuals(layer.kv_cache) is not None and len(layer.kv_cache) != blocks:
+            size = layer.kv_cache.shape[2]
+            raise UnsupportedModelError(f"a recent window with blocks that vLLM splits into {size} tokens is not "
+                                        f"supported; set --block-size={size}, or --recent-tokens=0")  # fmt: skip
+
+
 def refuse_unsupported_options(vllm_config: Any) -> None:
     """Raise UnsupportedModelError for options that packed pages do not support."""
     dtype = vllm_config.cache_config.cache_dtype

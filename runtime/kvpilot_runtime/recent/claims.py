@@ -17,11 +17,11 @@ class Claims:
         self._blocks: dict[str, set[int]] = {}
         self._changed: set[int] = set()
 
-    def give(self, block: int, pages: tuple[int, ...]) -> None:
-        """Give residual pages to a block that has none."""
+    def give(self, block: int, pages: tuple[int, ...], request: str) -> None:
+        """Give residual pages to a block that has none, and let a request claim them."""
         self.pages[block] = pages
-        self.idle[block] = None
         self._changed.add(block)
+        self.claim(block, request)
 
     def claim(self, block: int, request: str) -> None:
         """Let a request claim the residual pages of a block."""

@@ -81,8 +81,7 @@ class ResidualPool(BlockPool):  # type: ignore[misc]  # mypy sees vLLM's classes
     def refine(self, block: int, request: str) -> None:
         """Let a request claim residual pages for a block without any. Do nothing if there are not enough free pages."""
         if self.get_num_free_blocks() >= self.count:
-            self.claims.give(block, tuple(page.block_id for page in self.get_new_blocks(self.count)))
-            self.claims.claim(block, request)
+            self.claims.give(block, tuple(page.block_id for page in self.get_new_blocks(self.count)), request)
 
     def leave(self, request: str) -> None:
         """End the claims of a request whose blocks will be freed.
