@@ -194,7 +194,7 @@ def test_a_prompt_is_computed_anew_if_the_announced_blocks_do_not_match_it(both:
     told = [one["params"] for one in left]
     told[0]["remote_num_tokens"] -= 1
     told[1]["remote_block_ids"][0].pop()
-    told[2]["remote_block_ids"].pop()
+    told[2]["remote_block_ids"].append([1])
     del told[3]["remote_blocks_expiry_time"]
     told[4]["remote_block_ids"][0].append(1)
     assert_computed_anew(both, prompts, left)
