@@ -24,6 +24,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpilot_formats import formats
 from kvpilot_runtime import plugin
+from kvpilot_runtime.recent import residual_pool
 from kvpilot_runtime.vllm_api import hooks
 from kvpilot_smallmodels.models import tiny_llama
 
@@ -72,9 +73,10 @@ class Engine:
             vllm_config=config, kv_cache_config=KVCacheConfig(blocks, [], groups), block_size=BLOCK,
             structured_output_manager=StructuredOutputManager(config), log_stats=False,
         )  # fmt: skip
+        self.scheduler.defer_block_free = defers
+        residual_pool.extend(self.scheduler)
         self.manager = self.scheduler.kv_cache_manager
         self.pool, self.claims = self.manager.block_pool, self.manager.block_pool.claims
-        self.scheduler.defer_block_free, self.manager.takes = defers, not defers
         self.defers, self.drafts, self.flights = defers, drafts, flights
         fmt = formats.parse(dtype)
         self.rows = fmt.residual_layout(DIM, BLOCK).tokens
@@ -86,7 +88,7 @@ class Engine:
         self.pages: dict[int, tuple[int, ...]] = {}
         self.base: dict[int, dict[int, int]] = {}
         self.residual: dict[int, dict[int, int]] = {}
-        self.flying: deque[tuple[Any, Any, set[int]]] = deque()
+        self.flying: deque[tuple[Any, Any, set[int], set[int]]] = deque()
         self.read = self.refined = self.preempted = self.revived = self.finished = 0
         self._watch()
 
@@ -105,11 +107,12 @@ class Engine:
         """Schedule and run a step. With several steps in flight, the scheduler learns of an older one."""
         step = self.scheduler.schedule()
         self.check_pool()
-        written = {page for *_, pages in self.flying for page in pages}
         changes = getattr(step, hooks.CHANGES, {})
         if self.defers:  # a connector may already write to a page that it has got
             given = {page for block, pages in changes.items() for page in pages if self.pages.get(block) != pages}
-            assert not written & (given | self.blocks())
+            for *_, written, read in self.flying:
+                assert not written & (given | self.blocks())
+                assert not read & self.blocks()
         for block, pages in changes.items():
             self.pages.pop(block, None)
             if pages:
@@ -146,33 +149,34 @@ class Engine:
         assert len(free) + len(pages) + len(owned) == pool.num_gpu_blocks - 1
         assert all(pool.blocks[page].ref_cnt == 1 and pool.blocks[page].block_hash is None for page in pages)
         assert pool.get_num_free_blocks() == len(free) + pool.count * len(claims.idle)
-        assert set(claims.pages) == set(claims.claimed) | set(claims.idle)
-        assert not set(claims.claimed) & set(claims.idle)
+        assert sorted(claims.pages) == sorted([*claims.claimed, *claims.busy, *claims.idle])
         for block in claims.pages:
             assert block in owned or pool.blocks[block].block_hash is not None
         assert set(claims.claimed) <= owned
         for name in {name for holders in claims.claimed.values() for name in holders}:
             tables = [self.manager.get_block_ids(name)[group] for group in self.own]
-            # A step in flight may still write to the block before the newest ones.
             newest = {block for table in tables for block in table[-self.newest - self.flights - self.drafts :]}
-            assert claims.claims_of(name) <= newest | deferred
+            assert claims.claims_of(name) <= newest
 
-    def _run(self, step: Any, choose: random.Random) -> tuple[Any, set[int]]:
-        """Store the step's tokens and check what decode reads. Return the sampled tokens, and the written pages."""
+    def _run(self, step: Any, choose: random.Random) -> tuple[Any, set[int], set[int]]:
+        """Store the step's tokens and check what decode reads.
+
+        Return the sampled tokens, and the residual pages that were written and read.
+        """
         cached = step.scheduled_cached_reqs
         begins = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
         for name, begin in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             # With several steps in flight, the scheduler does not know of rejected drafts yet.
             begins[name] = begin if name in cached.resumed_req_ids else self.stored[name]
         sampled: dict[str, list[int]] = {}
-        reads, pages = [], set[int]()
+        reads, written, read = [], set[int](), set[int]()
         for name, count in step.num_scheduled_tokens.items():
             tokens, begin, table = self.tokens[name], begins[name], self.manager.get_block_ids(name)
             end, known = begin + count, len(tokens)
             drafts = [choose.randrange(VOCABULARY) for _ in range(max(end - known, 0))]
             for at, identity in enumerate(identities([*tokens, *drafts])[begin:end], begin):
                 for group in self.own:
-                    pages |= self._store(table[group][at // BLOCK], at % BLOCK, identity)
+                    written |= self._store(table[group][at // BLOCK], at % BLOCK, identity)
             sampled[name] = []
             if end >= known:
                 for draft in (*drafts, None):
@@ -185,10 +189,10 @@ class Engine:
             reads.append((table, end, known - begin == 1))
         for table, end, decodes in reads:
             for group in self.own:
-                self._read(table[group], end, decodes)
+                read |= self._read(table[group], end, decodes)
         names = list(step.num_scheduled_tokens)
         found = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, [sampled[name] for name in names])
-        return found, pages
+        return found, written, read
 
     def _store(self, block: int, row: int, identity: int) -> set[int]:
         self.residual.pop(block, None)
@@ -200,19 +204,21 @@ class Engine:
         self.residual.setdefault(page, {})[row % self.rows] = identity
         return {page}
 
-    def _read(self, table: list[int], end: int, decodes: bool) -> None:
-        last = -(-end // BLOCK)
+    def _read(self, table: list[int], end: int, decodes: bool) -> set[int]:
+        last, used = -(-end // BLOCK), set[int]()
         for i in range(max(last - self.newest, 0), last):
             pages = self.pages.get(table[i])
             self.read += decodes
             self.refined += decodes and pages is not None
+            used |= set(pages or ()) if decodes else set()
             for row in range(min(end - i * BLOCK, BLOCK)):
                 stored = self.base[table[i]][row]
                 if pages is not None:
                     assert self.residual[pages[row // self.rows]][row % self.rows] == stored
+        return used
 
     def _finish(self, choose: random.Random) -> None:
-        step, output, _ = self.flying.popleft()
+        step, output, *_ = self.flying.popleft()
         outputs = self.scheduler.update_from_output(step, output)
         self.finished += sum(one.finish_reason is not None for each in outputs.values() for one in each.outputs)
         if self.drafts and self.flights == 1:

@@ -17,6 +17,8 @@ KINDS = {
     "two-steps-in-flight": {"dtype": "k4v4", "blocks": 40, "flights": 2},
     "drafts-in-flight": {"dtype": "k4v4", "blocks": 44, "flights": 2, "drafts": 3},
     "a-connector-writes-at-once": {"dtype": "k4v4", "blocks": 34, "flights": 2, "defers": True},
+    "three-steps-and-a-connector": {"dtype": "k4v4", "blocks": 34, "flights": 3, "defers": True},
+    "drafts-and-a-connector": {"dtype": "k4v4", "blocks": 44, "flights": 2, "drafts": 3, "defers": True},
     "hybrid": {"dtype": "k4v4", "blocks": 120, "sliding": True},
 }
 
@@ -119,17 +121,31 @@ def test_a_running_request_takes_claimed_pages_before_another_is_preempted() -> 
     assert engine.preempted == 1
 
 
-def test_residual_pages_that_a_step_in_flight_writes_stay_claimed() -> None:
-    engine, choose = Engine("k4v4", 60, flights=2, chunk=128), random.Random(0)
+def test_a_connector_cannot_get_residual_pages_that_a_step_in_flight_uses() -> None:
+    engine = Engine("k4v4", 60, flights=2, defers=True, chunk=128)
     engine.ask("first", [1] * 128, 60)
-    for _ in range(2):  # While the prompt is computed, the next token begins another block.
-        engine.step(choose)
+    engine.step(random.Random(0))  # While the prompt is computed, the next token begins another block.
+    engine.scheduler.schedule()
     table = engine.manager.get_block_ids("first")[0]
-    assert engine.claims.claims_of("first") == set(table[3:9])
-    while len(engine.manager.get_block_ids("first")[0]) == 9:
-        engine.step(choose)
-    table = engine.manager.get_block_ids("first")[0]
-    assert engine.claims.claims_of("first") == set(table[5:10])
+    assert engine.claims.claims_of("first") == set(table[4:9])
+    assert set(engine.claims.busy) == {table[3]}
+    assert engine.pool.get_num_free_blocks() == engine.pool.free_block_queue.num_free_blocks
+    engine.scheduler.processed_step_seq += 1
+    assert engine.pool.get_num_free_blocks() == engine.pool.free_block_queue.num_free_blocks + 1
+
+
+def test_an_ended_request_keeps_no_claim_on_a_block_that_another_one_hit() -> None:
+    engine, choose = Engine("k4v4", 60, flights=2, defers=True), random.Random(0)
+    engine.ask("first", [1] * 33, 60)
+    engine.step(choose)
+    engine.step(choose)
+    engine.abort("first")  # A step in flight still uses its blocks.
+    engine.ask("second", [*[1] * 32, *[2] * 90], 60)
+    engine.step(choose)
+    shared = set(engine.manager.get_block_ids("second")[0][:2])
+    assert not engine.scheduler.deferred_frees
+    assert shared <= set(engine.claims.pages)
+    assert not engine.claims.claims_of("first")
 
 
 def test_with_room_every_newest_block_is_read_with_residuals() -> None:

@@ -5,7 +5,7 @@ count as free: the pool takes them back, oldest first, before it evicts a cached
 So a block has residual pages only if the residuals of all its tokens are in them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -31,26 +31,36 @@ class ResidualPool(BlockPool):  # type: ignore[misc]  # mypy sees vLLM's classes
         count: residual pages of a block.
         held: free blocks that are not given out, because the request under admission will claim them.
         taking: True while claimed residual pages count as free, too.
+        scheduler: vLLM's scheduler if a connector may write to a free page before the steps in flight have ended;
+            otherwise None.
     """
 
     claims: Claims
     count: int
     held: int
     taking: bool
+    scheduler: Any | None
+
+    @property
+    def idle(self) -> dict[int, None]:
+        """Blocks whose residual pages the pool may take back."""
+        if self.scheduler is not None:
+            self.claims.settle(self.scheduler.processed_step_seq)
+        return self.claims.idle
 
     def get_num_free_blocks(self) -> int:
         """Return the number of free blocks, with the residual pages that the pool may take back."""
-        refined = len(self.claims.idle) + (len(self.claims.claimed) if self.taking else 0)
+        refined = len(self.idle) + (len(self.claims.claimed) if self.taking else 0)
         return int(super().get_num_free_blocks()) + self.count * refined - self.held
 
     def get_new_blocks(self, num_blocks: int) -> list[Any]:
         """Return new blocks. To get them, take back residual pages before a cached prefix is evicted."""
-        queue, claims = self.free_block_queue, self.claims
-        first = queue.popleft_n(min(num_blocks, queue.num_free_blocks)) if claims.idle else []
+        queue, claims, idle = self.free_block_queue, self.claims, self.idle
+        first = queue.popleft_n(min(num_blocks, queue.num_free_blocks)) if idle else []
         queue.prepend_n(first)
         unhashed = next((i for i, block in enumerate(first) if block.block_hash is not None), len(first))
-        while claims.idle and unhashed < num_blocks:
-            self._drop(next(iter(claims.idle)))
+        while idle and unhashed < num_blocks:
+            self._drop(next(iter(idle)))
             unhashed += self.count
         while self.taking and claims.claimed and queue.num_free_blocks < num_blocks:
             self._drop(next(iter(claims.claimed)))
@@ -74,7 +84,7 @@ class ResidualPool(BlockPool):  # type: ignore[misc]  # mypy sees vLLM's classes
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Take back all residual pages that no request claims."""
-        for block in list(self.claims.idle):
+        for block in list(self.idle):
             self._drop(block)
         return bool(super().reset_prefix_cache())
 
@@ -83,15 +93,12 @@ class ResidualPool(BlockPool):  # type: ignore[misc]  # mypy sees vLLM's classes
         if self.get_num_free_blocks() >= self.count:
             self.claims.give(block, tuple(page.block_id for page in self.get_new_blocks(self.count)), request)
 
-    def leave(self, request: str) -> None:
-        """End the claims of a request whose blocks will be freed.
-
-        Leave the claims on blocks of this request alone to `free_blocks`, which vLLM may call only after steps in
-        flight, because these may still write to the residual pages.
-        """
-        for block in self.claims.claims_of(request):
-            if self.claims.claimed[block] != {request} or self.blocks[block].ref_cnt > 1:
-                self.claims.release(block, request)
+    def leave(self, request: str, kept: Set[int] = frozenset()) -> None:
+        """End the claims of a request on all blocks but those in `kept`. Steps in flight may still use their pages."""
+        steps = self.scheduler
+        last = steps.sched_step_seq if steps and steps.sched_step_seq > steps.processed_step_seq else 0
+        for block in self.claims.claims_of(request) - kept:
+            self.claims.release(block, request, last=last)
 
     def _forget(self, blocks: Iterable[Any]) -> None:
         for block in blocks:
@@ -109,10 +116,13 @@ class ResidualManager(KVCacheManager):  # type: ignore[misc]
         refined: vLLM's managers of the KV-cache groups whose blocks have residual pages, and for how many of a
             request's newest blocks.
         takes: True if a running request may take claimed residual pages before vLLM preempts another request.
+        rewinds: True if a sequence may become shorter, because drafts are rejected, while a connector may write to a
+            free page at once.
     """
 
     refined: dict[Any, int]
     takes: bool
+    rewinds: bool
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """Allocate slots as vLLM does. Then let the request claim residual pages for its newest blocks.
@@ -156,14 +166,14 @@ class ResidualManager(KVCacheManager):  # type: ignore[misc]
 
         `asked` has the other arguments of `allocate_slots`.
         """
-        claims, found = self.block_pool.claims, 0
+        claims, idle, found = self.block_pool.claims, self.block_pool.idle, 0
         stored, hits = _stored(request, asked), getattr(asked.get("new_computed_blocks"), "blocks", None)
         for manager, newest in self.refined.items():
             size, had = manager.block_size, len(manager.req_to_blocks.get(request.request_id, ()))
             blocks = -(-max(stored + new, request.num_tokens) // size)
             for block in hits[manager.kv_cache_group_id][max(blocks - newest, 0) :] if hits else ():
                 claims.refresh(block.block_id)
-                found += block.block_id in claims.idle
+                found += block.block_id in idle
             found += max(min(newest, blocks - max(-(-stored // size), had)), 0)
         return found * int(self.block_pool.count)
 
@@ -176,18 +186,17 @@ class ResidualManager(KVCacheManager):  # type: ignore[misc]
             added: the blocks that the request got, by KV-cache group.
         """
         pool, name, stored = self.block_pool, request.request_id, _stored(request, asked)
-        settled = stored - request.num_in_flight_tokens  # steps in flight may still write to the pages of later tokens
+        end = request.num_tokens if self.rewinds else max(stored + new, request.num_tokens)
         kept, plain, fresh = set[int](), list[Any](), list[Any]()
         for manager, newest in self.refined.items():
             size, blocks = manager.block_size, manager.req_to_blocks[name]
-            first = max(-(-max(stored + new, request.num_tokens) // size) - newest, 0)
+            first = max(-(-end // size) - newest, 0)
             # Only the blocks that the request has just got, and that have no token, get all residuals of their tokens.
             begin = max(len(blocks) - len(added[manager.kv_cache_group_id]), -(-stored // size))
-            kept |= {block.block_id for block in blocks[min(first, settled // size) :]}
+            kept |= {block.block_id for block in blocks[first:]}
             plain += blocks[first:begin]
             fresh += blocks[max(first, begin) :]
-        for older in pool.claims.claims_of(name) - kept:
-            pool.claims.release(older, name)
+        pool.leave(name, kept)
         for block in plain:
             if block.block_id in pool.claims.pages:
                 pool.claims.claim(block.block_id, name)
@@ -221,8 +230,9 @@ def extend(scheduler: Any) -> None:
     pool = manager.block_pool
     manager.__class__, pool.__class__ = ResidualManager, ResidualPool
     manager.refined = {m: fmt.recent_blocks(recent, m.block_size) for m in ours}
-    manager.takes = not getattr(scheduler, "defer_block_free", False)
-    pool.claims, pool.held, pool.taking = Claims(), 0, False
+    defers = getattr(scheduler, "defer_block_free", False)
+    manager.takes, manager.rewinds = not defers, defers and scheduler.num_spec_tokens > 0
+    pool.claims, pool.held, pool.taking, pool.scheduler = Claims(), 0, False, scheduler if defers else None
     pool.count = max(fmt.residual_pages(dim, m.block_size) for dim in formats.HEAD_DIMS for m in ours)
 
 
