@@ -32,14 +32,14 @@ BLOCK, DIM, VOCABULARY = 16, 64, 7
 
 
 @cache
-def configured(dtype: str, drafts: int, caching: bool, chunk: int) -> Any:
+def configured(dtype: str, drafts: int, caching: bool, chunk: int, offloads: bool) -> Any:
     """Return vLLM's configuration of an engine with a context of 1,024 tokens."""
     plugin.serve_dtype(dtype)
     speculation = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     return EngineArgs(
         model=str(tiny_llama()), kv_cache_dtype=dtype, skip_tokenizer_init=True, block_size=BLOCK, max_model_len=1024,
         max_num_batched_tokens=chunk, max_num_seqs=6, enable_prefix_caching=caching, async_scheduling=False,
-        speculative_config=speculation if drafts else None,
+        speculative_config=speculation if drafts else None, kv_offloading_size=0.125 if offloads else None,
     ).create_engine_config()  # fmt: skip
 
 
@@ -50,16 +50,18 @@ class Engine:
         pages: the worker's map, residual pages by block.
         base: identity of the token in each row of a block.
         residual: identity of the token whose residual is in each row of a residual page.
+        copies: blocks that are being copied to host memory, by job. A job ends only if the scheduler waits for it.
         read, refined: blocks among the newest ones of a decoding request, and those with residual pages.
         preempted: number of preemptions.
         revived: number of blocks that got a claim from a prefix hit.
+        awaited: number of copies to host memory that a step waited for.
     """
 
     def __init__(
         self, dtype: str, blocks: int, *, drafts: int = 0, caching: bool = True, flights: int = 1, defers: bool = False,
-        sliding: bool = False, chunk: int = 64,
+        sliding: bool = False, chunk: int = 64, offloads: bool = False,
     ) -> None:  # fmt: skip
-        config = configured(dtype, drafts, caching, chunk)
+        config = configured(dtype, drafts, caching, chunk, offloads)
         config.cache_config.num_gpu_blocks = blocks
         own = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=DIM, dtype=torch.uint8)
         window = SlidingWindowSpec(
@@ -88,8 +90,11 @@ class Engine:
         self.pages: dict[int, tuple[int, ...]] = {}
         self.base: dict[int, dict[int, int]] = {}
         self.residual: dict[int, dict[int, int]] = {}
+        self.copies: dict[int, set[int]] = {}
         self.flying: deque[tuple[Any, Any, set[int], set[int]]] = deque()
-        self.read = self.refined = self.preempted = self.revived = self.finished = 0
+        self.read = self.refined = self.preempted = self.revived = self.finished = self.awaited = 0
+        if offloads:  # No copy ends, so a request would wait for them instead of computing its prompt.
+            self.scheduler.connector.get_num_new_matched_tokens = lambda *_: (0, False)
         self._watch()
 
     def ask(self, name: str, prompt: list[int], count: int) -> None:
@@ -108,8 +113,14 @@ class Engine:
         step = self.scheduler.schedule()
         self.check_pool()
         changes = getattr(step, hooks.CHANGES, {})
+        given = {page for block, pages in changes.items() for page in pages if self.pages.get(block) != pages}
+        if (meta := step.kv_connector_metadata) is not None:
+            self.copies |= {number: set(job.src_spec.block_ids.tolist()) for number, job in meta.store_jobs.items()}
+            self.awaited += len(meta.jobs_to_flush)
+            for number in meta.jobs_to_flush:
+                self.copies.pop(number, None)
+            assert not given & {block for blocks in self.copies.values() for block in blocks}
         if self.defers:  # a connector may already write to a page that it has got
-            given = {page for block, pages in changes.items() for page in pages if self.pages.get(block) != pages}
             for *_, written, read in self.flying:
                 assert not written & (given | self.blocks())
                 assert not read & self.blocks()

@@ -19,6 +19,7 @@ KINDS = {
     "a-connector-writes-at-once": {"dtype": "k4v4", "blocks": 34, "flights": 2, "defers": True},
     "three-steps-and-a-connector": {"dtype": "k4v4", "blocks": 34, "flights": 3, "defers": True},
     "drafts-and-a-connector": {"dtype": "k4v4", "blocks": 44, "flights": 2, "drafts": 3, "defers": True},
+    "offloading": {"dtype": "k4v4", "blocks": 34, "flights": 2, "defers": True, "offloads": True},
     "hybrid": {"dtype": "k4v4", "blocks": 120, "sliding": True},
 }
 
@@ -146,6 +147,16 @@ def test_an_ended_request_keeps_no_claim_on_a_block_that_another_one_hit() -> No
     assert not engine.scheduler.deferred_frees
     assert shared <= set(engine.claims.pages)
     assert not engine.claims.claims_of("first")
+
+
+def test_a_step_waits_for_copies_to_host_memory_from_blocks_that_become_residual_pages() -> None:
+    engine, choose = Engine("k4v4", 26, offloads=True), random.Random(0)
+    for name in range(3):
+        run(engine, str(name), [name] * 66, 1)
+    engine.ask("last", [3] * 258, 1)
+    while not engine.claims.claims_of("last"):
+        engine.step(choose)
+    assert engine.awaited > 0
 
 
 def test_with_room_every_newest_block_is_read_with_residuals() -> None:

@@ -15,12 +15,16 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from kvpilot_formats import formats
+from kvpilot_runtime.config import offload
 from kvpilot_runtime.recent.claims import Claims
 from kvpilot_runtime.recent.window import window
 from kvpilot_runtime.vllm_api import contract
 
 ARGUMENTS = ("num_new_computed_tokens", "num_external_computed_tokens")
 """Arguments of vLLM's `allocate_slots` with the tokens that a prefix hit or a KV connector has computed."""
+
+HANDED_OUT = "_current_batch_allocated_block_ids"
+"""Attribute of vLLM's offloading with the blocks that a step hands out. Copies of them to host memory end first."""
 
 
 class ResidualPool(BlockPool):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
@@ -33,6 +37,7 @@ class ResidualPool(BlockPool):  # type: ignore[misc]  # mypy sees vLLM's classes
         taking: True while claimed residual pages count as free, too.
         scheduler: vLLM's scheduler if a connector may write to a free page before the steps in flight have ended;
             otherwise None.
+        offloading: part of vLLM's `OffloadingConnector` in the scheduler, or None. It also copies free blocks.
     """
 
     claims: Claims
@@ -40,6 +45,7 @@ class ResidualPool(BlockPool):  # type: ignore[misc]  # mypy sees vLLM's classes
     held: int
     taking: bool
     scheduler: Any | None
+    offloading: Any | None
 
     @property
     def idle(self) -> dict[int, None]:
@@ -91,7 +97,10 @@ class ResidualPool(BlockPool):  # type: ignore[misc]  # mypy sees vLLM's classes
     def refine(self, block: int, request: str) -> None:
         """Let a request claim residual pages for a block without any. Do nothing if there are not enough free pages."""
         if self.get_num_free_blocks() >= self.count:
-            self.claims.give(block, tuple(page.block_id for page in self.get_new_blocks(self.count)), request)
+            pages = tuple(page.block_id for page in self.get_new_blocks(self.count))
+            self.claims.give(block, pages, request)
+            if self.offloading is not None:
+                getattr(self.offloading, HANDED_OUT).update(pages)
 
     def leave(self, request: str, kept: Set[int] = frozenset()) -> None:
         """End the claims of a request on all blocks but those in `kept`. Steps in flight may still use their pages."""
@@ -233,7 +242,18 @@ def extend(scheduler: Any) -> None:
     defers = getattr(scheduler, "defer_block_free", False)
     manager.takes, manager.rewinds = not defers, defers and scheduler.num_spec_tokens > 0
     pool.claims, pool.held, pool.taking, pool.scheduler = Claims(), 0, False, scheduler if defers else None
+    pool.offloading = _offloading(scheduler)
     pool.count = max(fmt.residual_pages(dim, m.block_size) for dim in formats.HEAD_DIMS for m in ours)
+
+
+def _offloading(scheduler: Any) -> Any | None:
+    transfer = scheduler.vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != offload.CONNECTOR:
+        return None
+    with contract.needed(scheduler.vllm_config.cache_config.cache_dtype):
+        found = scheduler.connector.connector_scheduler
+        getattr(found, HANDED_OUT)  # Without this attribute, vLLM would copy residuals instead of offloaded blocks.
+    return found
 
 
 def changes(scheduler: Any) -> Mapping[int, tuple[int, ...]]:
