@@ -221,7 +221,9 @@ async def test_an_engine_behind_mutual_tls_is_scraped_and_probed_like_any_other(
             assert (await scraper.scrape(ServiceKey("models", "chat"), url, ignore)).capacity_tokens > 0
         kept = await capture(sixteen, MODEL, prompts, identity="test", dtype="auto", settings=SETTINGS)
         within = replace(SETTINGS, tls=identity.tls())
-        assert (await measure(meshed.url, MODEL, kept, settings=within)).mean_kl_micronats < 5_000
+        found = await measure(meshed.url, MODEL, kept, settings=within)
+        assert found.mean_kl_micronats < 5_000
+        assert found.top1_agreement_permille >= 950
         with pytest.raises(EngineUnreachable):
             await measure(meshed.url, MODEL, kept, settings=SETTINGS)
 
@@ -291,4 +293,5 @@ def test_a_probe_yields_to_queued_users_and_still_finishes(tmp_path: Path) -> No
         queued, after = asyncio.run(story(running.url))
     assert queued == 2
     assert after.mean_kl_micronats < 5_000
+    assert after.top1_agreement_permille >= 950
     assert after.tokens > 3 * 32

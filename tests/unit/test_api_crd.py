@@ -126,13 +126,13 @@ def test_every_dtype_is_a_baseline_or_may_be_in_a_ladder() -> None:
     assert kv_cache["dtype"]["enum"] == [*kv_cache["baseline"]["enum"], *kv_cache["ladder"]["items"]["enum"]]
 
 
-@pytest.mark.slow
 def test_a_service_may_ask_for_each_built_in_pack_and_for_no_other() -> None:
     (pattern,) = {spec["items"]["pattern"] for path, spec in nodes(SPEC, "spec") if path.endswith(".probeSets")}
     assert all(re.search(pattern, f"builtin/{name}") for name in BUILTIN)
     assert re.search(r"builtin/\((.*?)\)", pattern)[1].split("|") == list(BUILTIN)  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_the_crd_accepts_a_ladder_exactly_if_its_bits_per_element_decrease() -> None:
     smaller = [d for d in dtypes.names() if dtypes.parse(d).bits_per_element() < 16]
     plain = apply_defaults(GOOD)["spec"]["kvCache"]

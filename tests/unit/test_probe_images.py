@@ -170,7 +170,7 @@ async def test_a_refusal_of_some_images_leaves_out_only_these_and_the_result_say
 
 async def test_an_engine_that_fails_at_one_image_is_an_error_and_no_refusal() -> None:
     async def failing(path: str, body: Body, writer: Writer) -> None:
-        if path == "/tokenize" and "child" in json.dumps(body):
+        if path == "/tokenize" and has_images(body) and "child" in json.dumps(body):
             respond(writer, b"{}", "500 Internal Server Error")
         else:
             await seeing()(path, body, writer)

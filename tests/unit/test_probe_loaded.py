@@ -58,7 +58,7 @@ async def test_a_timeout_keeps_all_finished_answers_and_cuts_the_result(answered
 
     before = stats.summarise([stats.Compared(0, 0.01, agrees=True)], planned=["general"])
     async with engine(handler) as url:
-        some, settings = Connector("Some", tokens), Settings(deadline_seconds=1.0)
+        some, settings = Connector("Some", tokens), Settings(deadline_seconds=5.0 if answered else 0.2)
         found = await loaded.extended(url, "m", baseline(8, 20), before, some, allowed=ALLOWED, settings=settings)
     assert (found.planned, found.seen[:1], found.cut) == (("general", "from-Some"), before.seen, True)
     assert (found.prompts, found.positions, len(found.seen)) == (1, 1, 1 + prompts)
