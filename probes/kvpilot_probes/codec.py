@@ -88,7 +88,7 @@ class Control:
 class Baseline:
     """Answers of a 16-bit replica.
 
-    `left_out` names the prompts that did not fit the model's context, and a pack that the replica refused.
+    `left_out` names the prompts that did not fit the model's context, and images that the replica refused.
     `tokenizer` is a hash of the tokens into which the replica's tokenizer splits a fixed text.
     """
 

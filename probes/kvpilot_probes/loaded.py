@@ -81,7 +81,8 @@ async def extended(
     order = sorted(in_turns(baseline, settings.turn), key=lambda index: sizes[index] <= SHORT_TOKENS)[:MOST_PROMPTS]
     before, asked, kept, cut = math.nan, 0, 0, False
 
-    async def was_loaded() -> bool:
+    async def keep_if_loaded() -> bool:
+        """Return True if enough tokens were loaded. If not, drop the answers since `kept`."""
         enough = await connector.loaded() - before >= LOADED * asked
         if not enough:
             del compared[kept:]
@@ -110,10 +111,10 @@ async def extended(
             for some in (order[:1], order[1:]):
                 before, asked, kept = await connector.loaded(), 0, len(compared)
                 await bounded(some, ask, settings.concurrency, sizes.__getitem__)
-                if not await was_loaded():
+                if not await keep_if_loaded():
                     break
     except ProbeTimeout:
         # Do not lose `found`: all other buckets are complete.
         cut = True
-        await was_loaded()
+        await keep_if_loaded()
     return found.extended(bucket, compared, throttle.spent, round((time.monotonic() - began) * 1000), cut=cut)

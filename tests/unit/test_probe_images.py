@@ -165,7 +165,10 @@ async def test_a_refusal_of_some_images_leaves_out_only_these_and_the_result_say
         found = await measure(url, "m", kept, settings=SETTINGS)
     assert (found.planned, len(found.seen)) == (("images",), 6)
     judged = judge(found, described(codec.with_control(kept, noise, datetime.now(UTC))), Accuracy())
-    assert (judged.verdict, judged.covered.split("; ")[:2]) == ("Passed", ["images", "not: 2 refused images"])
+    assert (judged.verdict, judged.covered.split("; ")[:2]) == (
+        "Passed",
+        ["images", "not: 2 refused prompts with images"],
+    )
 
 
 async def test_an_engine_that_fails_at_one_image_is_an_error_and_no_refusal() -> None:

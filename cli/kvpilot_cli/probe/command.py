@@ -118,7 +118,7 @@ def _parser() -> _Parser:
         ("concurrency", _between(1, 64), session.CONCURRENCY, "most requests in flight; fewer if prompts are long"),
     ):
         add(f"--{option}", type=kind, default=default, metavar="N", help=f"{what} (default {default})")
-    passes = "time limit in seconds of each of the three passes (default: by the number of tokens)"
+    passes = "time limit in seconds of each pass, and of prompts through a connector (default: by the number of tokens)"
     add("--deadline-seconds", type=_WHOLE, metavar="N", help=passes)
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser

@@ -46,7 +46,7 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
         f"p99 {found.p99_kl_micronats / 1000:.0f}, top-1 agreement {found.top1_agreement_permille / 10:.1f}% "
         f"(limit {needed / 10:.1f}%), {found.positions} positions of {found.prompts} prompts"
     )
-    left = (*outcome.open, *((f"{found.refused} refused images",) if found.refused else ()))
+    left = (*outcome.open, *((f"{found.refused} refused prompts with images",) if found.refused else ()))
     uncovered = f"not: {', '.join(left)}; " if left else ""
     late = ", when its time was over" if found.cut else ""
     cost = f"{found.tokens:,} tokens in {found.milliseconds / 1000:.0f} s{late}"
