@@ -201,6 +201,7 @@ def _healthy(matrix: Matrix, kept: Mapping[str, Baseline], folder: Path) -> None
         about = {}
         if model is not None:
             with engines.canary("auto", folder, model=model) as running:
+                engines.switch(running, folder, "")
                 kept = {**kept, IMAGES: captured(running.url, IMAGES)}
                 about = {"baseline": _described(kept[IMAGES])}
         with engines.canary(dtype, folder, *arguments, model=model) as running:
