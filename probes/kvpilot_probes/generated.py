@@ -72,12 +72,12 @@ class Room(NamedTuple):
     left_out: list[str]
 
 
-def most_resumes(tokens: Sequence[int], usual: int) -> int:
-    """Return how often an answer may be resumed after a divergence: at most `usual` times, less often for long prompts.
+def most_resumes(length: int, usual: int) -> int:
+    """Return how often an answer to a prompt of `length` tokens may be resumed after a divergence, at most `usual`.
 
-    Each time, an engine without a prefix cache computes the whole prompt again.
+    A longer prompt allows fewer resumes: each time, an engine without a prefix cache computes the whole prompt again.
     """
-    return min(usual, max(1, RESUMED_TOKENS // max(len(tokens), 1)))
+    return min(usual, max(1, RESUMED_TOKENS // max(length, 1)))
 
 
 def sent_first(bucket: str, tokens: Sequence[int]) -> Sequence[int]:

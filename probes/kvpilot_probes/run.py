@@ -232,7 +232,7 @@ async def follow(
     compared: list[stats.Compared] = []
     requests = await _ask_half(engine, throttle, prompt)
     start, resumes = 0, -1
-    most = most_resumes(prompt.tokens, max_resumes)
+    most = most_resumes(len(prompt.tokens), max_resumes)
     while start < len(answer) and resumes < most:
         reached = start
         wanted = len(answer) - start

@@ -169,9 +169,6 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
     layout = cache(request.stage, dtype, gpus, request.recent_tokens)
     recent = dtypes.parse(served).recent_tokens(request.recent_tokens, model.max_positions)
     speed = _speed(request, dtype, layout, weights)
-    gate = speed.gate_seconds(contexts[-1]) if speed else 0.0
-    if speed and request.connector:
-        gate += speed.connector_seconds(contexts[-1])
     return Row(
         dtype,
         bits_per_element=dtypes.parse(served).bits_per_element(model.head_dim),
@@ -182,7 +179,7 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
         capacities=tuple(Fit(c, layout.tokens(kv, c), layout.sequences(kv, c)) for c in contexts),
         notes=dtype_notes(model, served),
         cost=_with_gpus(request, cost(speed, kv, request.load)) if speed and request.load else None,
-        gate_seconds=round(gate) if speed else None,
+        gate_seconds=round(speed.gate_seconds(contexts[-1], connector=request.connector)) if speed else None,
     )
 
 

@@ -84,24 +84,25 @@ class Speed:
         """Return the seconds of the prefill of `tokens` without a cached prefix."""
         return tokens * self._flops(tokens / 2) / (self._peak() * FLOPS)
 
-    def gate_seconds(self, context: float) -> float:
+    def gate_seconds(self, context: float, *, connector: bool = False) -> float:
         """Return the most seconds of the accuracy gate with the default packs, with this longest context in tokens.
 
         The 16-bit engine and the canary each prefill the context once, and the canary once more to fill its context.
-        Both write long answers.
+        Both write long answers. With a `connector`, the gate also loads prompts through it.
         """
         long = long_answer(int(context))
         answers = GATE_STEPS * self.step_seconds(GATE_SEQUENCES, context) + 2 * long * self.step_seconds(ANSWERS, long)
-        return GATE_PREFILLS * self.prompt_seconds(context) + answers + PRESSURE_SECONDS
+        loads = self._connector_seconds(context) if connector else 0.0
+        return GATE_PREFILLS * self.prompt_seconds(context) + answers + PRESSURE_SECONDS + loads
 
-    def connector_seconds(self, context: float) -> float:
+    def _connector_seconds(self, context: float) -> float:
         """Return the most seconds of the gate's stage that loads prompts from host memory through a KV connector.
 
         The engine prefills the context once more, because host memory may lack it. It then loads all long prompts: for
         the first request, for the answer, and each time the answer is resumed.
         """
-        lengths = [range(int(context) // share) for share in SHARES]
-        tokens = QUESTIONS * sum(len(one) * (2 + most_resumes(one, MAX_RESUMES)) for one in lengths)
+        lengths = [int(context) // share for share in SHARES]
+        tokens = QUESTIONS * sum(length * (2 + most_resumes(length, MAX_RESUMES)) for length in lengths)
         loads = tokens * (self.cache.full_token_bytes + self.cache.window_token_bytes) / LOADED
         steps = MOST_PROMPTS / GATE_SEQUENCES * (DEFAULT_TOKENS + MAX_RESUMES)
         return self.prompt_seconds(context) + loads + steps * self.step_seconds(GATE_SEQUENCES, context)
