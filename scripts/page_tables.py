@@ -48,16 +48,16 @@ def latents() -> Iterator[str]:
         yield f"| `{one.name}` | {one.bits} bits | {ROPE_BITS} bits | {one.row_bytes} | {times:.2f}x |"
 
 
-def rings() -> Iterator[str]:
+def residuals() -> Iterator[str]:
     """Yield the rows of dtypes with a recent window, for head_dim 128 and blocks of 64 tokens."""
     for one in OURS:
-        if one.has_ring:
-            tokens, pages = one.ring_layout(128, 64).tokens, one.ring_blocks(one.window, 128, 64)
-            yield f"| `{one.name}` | {_missing(one)} | {tokens} | {one.window} | {pages} |"
+        if one.has_residuals:
+            pages, blocks = one.residual_pages(128, 64), one.recent_blocks(one.window, 64)
+            yield f"| `{one.name}` | {_missing(one)} | {pages} | {one.window} tokens | {blocks} | {pages * blocks} |"
 
 
 def _missing(one: Format) -> str:
-    """Describe the bits that the ring adds to a token's key and value."""
+    """Describe the bits that residuals add to a token's key and value."""
     key, value = 8 - one.key.bits, 8 - one.value.bits
     if key == value:
         return f"{key} more bits of each key and value"
@@ -84,4 +84,4 @@ if __name__ == "__main__":
     write("conditions.md", "conditions", conditions())
     write("formats.md", "dtypes", dtypes())
     write("formats.md", "latents", latents())
-    write("formats.md", "rings", rings())
+    write("formats.md", "residuals", residuals())

@@ -119,9 +119,10 @@ def _read(query: torch.Tensor, fresh: Sides, reading: Reading, layer: int, scale
     if codec.exact_ends:
         return _exact_ends(query, fresh, pages, scale, codec.tile)
     pages = _with_first(pages, fresh, reading.first)
-    if reading.recent:
+    if reading.newest:
         fine = _with_first(back(reading.fine(layer)), fresh, reading.first) if reading.fine else fresh
-        out = windowed(query, pages, fine, scale, reading.recent, since=reading.hit)
+        refined = max(0, -(-reading.hit // reading.block) - reading.newest) * reading.block
+        out = windowed(query, pages, fine, scale, reading.newest, block=reading.block, since=refined)
     else:
         out = _causal(query, *pages, scale)
     if reading.hit:
@@ -143,7 +144,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, win
     If `window` is set, a query attends only to the last `window` tokens.
     """
     if window is not None and window < q.shape[2]:
-        return windowed(q, (k, v), (k, v), scale, recent=0, sliding_window=window)
+        return windowed(q, (k, v), (k, v), scale, newest=0, sliding_window=window)
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
 

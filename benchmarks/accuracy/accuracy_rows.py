@@ -3,7 +3,7 @@
 A row's name is a codec's name, followed by options after `+`:
 
 - `self`: use factors that an engine computes at start.
-- `wN`: read the last N tokens (the recent window) at 8 bits.
+- `wN`: read the last N tokens (the recent window) at 8 bits, in whole blocks as engines do.
 - `firstN`: keep a sequence's first N tokens in 16 bits, for comparison with engines that do so. Our engines never do.
 """
 
@@ -40,10 +40,10 @@ AGAINST_EXACT = ("k4v4+self+w128+first128", "k4v4+self+w128")
 """Rows to compare with `kvarn_k4v4+exact`, which keeps the first 128 tokens and the unfinished tile in 16 bits."""
 
 CONTEXT = 4096
-"""Number of tokens among which `bits` divides data outside pages, such as the ring."""
+"""Context in tokens, over which bits per element spread data outside base pages, such as residual pages."""
 
-_PAGE = 64
-"""Number of tokens in a page, which determines the size of a ring."""
+BLOCK = 64
+"""Number of tokens in a block of an engine on a GPU, which determines the size of a recent window."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,20 @@ class Reading:
 
     Attributes:
         pages: function that returns a layer's codec for pages.
-        recent: number of last tokens, including the query's own, that are read by the codec `fine`.
-        fine: function that returns a layer's codec for these tokens; None for 16 bits.
+        newest: number of newest blocks, including the query's own, that are read by the codec `fine`.
+        fine: function that returns a layer's codec for these blocks; None for 16 bits.
         first: number of a sequence's first tokens that are kept in 16 bits.
         hit: number of a sequence's first tokens that come from the prefix cache. Their own queries attend in 16 bits,
-            as in a prefill, and the ring holds none of these tokens.
+            as in a prefill. Only the newest blocks of these tokens have residuals.
+        block: number of tokens in a block.
     """
 
     pages: ByLayer
-    recent: int = 0
+    newest: int = 0
     fine: ByLayer | None = None
     first: int = 0
     hit: int = 0
+    block: int = BLOCK
 
 
 def rivals() -> dict[str, Codec]:
@@ -79,8 +81,10 @@ def every_name() -> list[str]:
     return [*rivals(), *mine, *SERVED, *OTHER_WINDOWS, *AGAINST_EXACT]
 
 
-def reading(name: str, factors: Mapping[int, Factors]) -> Reading:
+def reading(name: str, factors: Mapping[int, Factors], block: int = BLOCK) -> Reading:
     """Return the rules by which the row `name` reads its cache. `factors` has each layer's factors for rows `+self`.
+
+    `block` is the number of tokens in a block.
 
     Raises:
         ValueError: there is no such row.
@@ -89,12 +93,13 @@ def reading(name: str, factors: Mapping[int, Factors]) -> Reading:
         codec = rivals()[name]
         return Reading(lambda _layer: codec)
     fmt, calibrated, recent, first = _parts(name)
+    newest = fmt.recent_blocks(recent, block)
     if not calibrated:
         pages, fine = own(fmt), own(fmt, recent=True)
-        return Reading(lambda _layer: pages, recent, (lambda _layer: fine) if recent else None, first)
+        return Reading(lambda _layer: pages, newest, (lambda _layer: fine) if newest else None, first, block=block)
     layers = {layer: own(fmt, one) for layer, one in factors.items()}
     finer = {layer: own(fmt, one, recent=True) for layer, one in factors.items()}
-    return Reading(layers.__getitem__, recent, finer.__getitem__ if recent else None, first)
+    return Reading(layers.__getitem__, newest, finer.__getitem__ if newest else None, first, block=block)
 
 
 def engine(name: str) -> tuple[str, dict[str, str]]:
@@ -108,7 +113,7 @@ def engine(name: str) -> tuple[str, dict[str, str]]:
     fmt, calibrated, recent, first = _parts(name)
     if first:
         raise ValueError(f"row {name!r}: an engine serves FORMAT[+{SELF}][+wN] and fp8_e4m3")
-    variables = {"KVPILOT_RECENT_TOKENS": str(recent)} if fmt.has_ring else {}
+    variables = {"KVPILOT_RECENT_TOKENS": str(recent)} if fmt.has_residuals else {}
     return fmt.name, variables if calibrated else {**variables, "KVPILOT_CALIBRATION": "off"}
 
 
@@ -121,8 +126,8 @@ def bits(name: str, head_dim: int) -> float:
         return _mixed(codec.bits(head_dim), kept)
     fmt, _, recent, first = _parts(name)
     pages = fmt.bits_per_element(head_dim)
-    ring = fmt.ring_blocks(recent, head_dim, _PAGE) * _PAGE
-    return _mixed(pages, first) + pages * ring / CONTEXT
+    residuals = fmt.recent_pages(recent, head_dim, BLOCK) * BLOCK
+    return _mixed(pages, first) + pages * residuals / CONTEXT
 
 
 def _mixed(low: float, exact: int) -> float:

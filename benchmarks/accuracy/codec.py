@@ -62,7 +62,7 @@ def half(x: torch.Tensor) -> torch.Tensor:
 
 
 def own(fmt: Format, factors: Factors | None = None, recent: bool = False) -> Codec:
-    """Return the codec of our format `fmt` for one layer. With `recent`, the codec adds the residuals of the ring."""
+    """Return the codec of our format `fmt` for one layer. With `recent`, it includes residuals."""
     return Codec(
         fmt.name + ("+calibrated" if factors else ""),
         lambda x: _read_back(x, fmt, "key", factors, recent),

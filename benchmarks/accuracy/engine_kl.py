@@ -2,8 +2,8 @@
 
     python -m benchmarks.accuracy.engine_kl --out FILE
 
-The accuracy table (accuracy.py) models an engine, whereas this program runs a real one. It feeds the table's texts to
-vLLM token by token, so that every position is a decode step over pages. A second engine with a 16-bit cache gets the
+The accuracy table (accuracy.py) models an engine, whereas this program runs a real one. It makes vLLM answer with the
+table's texts, so that every position is a decode step over pages. A second engine with a 16-bit cache gets the
 same texts. The program records the hidden state after the last norm at every position. From the states of both engines
 it computes their distributions over the whole vocabulary, and the KL divergence. As a check, it compares the
 distributions with the log-probabilities that the engines report.
@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.accuracy.accuracy import PLAN, Base, Tally
 from benchmarks.accuracy.accuracy_model import Probe
-from benchmarks.accuracy.accuracy_rows import Reading, engine, reading
+from benchmarks.accuracy.accuracy_rows import BLOCK, Reading, engine, reading
 from benchmarks.accuracy.accuracy_texts import Sequence, sequences
 from benchmarks.accuracy.engine_kl_run import Job
 from benchmarks.accuracy.rivals import plain
@@ -86,7 +86,7 @@ def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[
     options = {
         "model": str(args.model), "kv_cache_dtype": dtype, "dtype": args.dtype, "max_model_len": args.context,
         "max_num_batched_tokens": args.chunk, "max_num_seqs": len(texts) + 1, "kv_cache_memory_bytes": MEMORY,
-        **args.engine_args,
+        "block_size": BLOCK, **args.engine_args,
     }  # fmt: skip
     extra = {**extra, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     log = args.out.with_name(f"{args.out.stem}-{name}.log")
@@ -189,7 +189,8 @@ def main() -> None:
             say(f"{name}: {error}")
             continue
         engine_row = compared(probe, found[name], found["base"], texts, args.hit)
-        model_row = None if name == "control" else modelled(probe, reading(name, factors), texts, args.hit)
+        block = args.engine_args.get("block_size", BLOCK)
+        model_row = None if name == "control" else modelled(probe, reading(name, factors, block), texts, args.hit)
         table[name] = {
             "engine": engine_row, "model": model_row, "said": found[name]["said"],
             "unlike": unlike(probe, found[name], texts, args.hit),

@@ -12,7 +12,7 @@ simulates an engine: plain transformers attend over the output of each codec. **
 float16 and float32, the engine's damage is 0.94 to 1.02 times the simulation's.**
 
 vLLM serves SmolLM2-135M with its real weights, and gets the table's texts one token at a time. So every position is a
-decode step over pages and rings, as for a user's tokens.
+decode step over pages and recent windows, as for a user's tokens.
 
 * *KL in the engine* (thousandths of a nat): KL divergence between an engine with the row's KV cache and one with an
   unquantized KV cache, over the whole vocabulary.
@@ -21,6 +21,8 @@ decode step over pages and rings, as for a user's tokens.
 * The part of a row's name after `+w` is the recent window in tokens. `+self`: the engine calibrated itself at start.
 * The control is the engine with the unquantized KV cache again, but with each text in one prefill. So it shows the
   effect of another attention kernel. In bfloat16 this effect is part of each row's KL.
+* The engines had recent windows in [rings](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md). So they
+  read exactly the last tokens at 8 bits, and not whole blocks.
 * The H200's rows after a hit are from before kvpilot stored
   [the first key relative to its own mean](../decisions/0022-store-the-first-key-relative-to-its-own-mean.md). This
   holds for the engine's KL and for the simulation's.
@@ -38,7 +40,7 @@ TABLE = """\
 HIT = """\
 
 Each sequence begins with {hit} tokens that an earlier request left in the prefix cache. The 64 tokens after them are
-measured. No ring holds tokens from the prefix cache, so attention reads these tokens with the bits of their pages.
+measured. The engines had no residuals of tokens from the prefix cache, so they read them with the bits of their pages.
 """
 
 

@@ -18,7 +18,7 @@ class Job:
         engine: keyword arguments of `vllm.LLM`.
         texts: token IDs of each text.
         hit: number of each text's tokens that an earlier request leaves in the prefix cache; 0 for none.
-        decoded: True to feed each text token by token, False to prefill it at once.
+        decoded: True to let the engine answer with each text, one token a step. False to prefill it at once.
         out: file for the answers. `states` of each text are [tokens after the hit, hidden], in the model's dtype.
             `logprobs` are reported by the engine, for each of these tokens but the first.
     """
@@ -94,24 +94,30 @@ def main() -> NoReturn:
     import torch
     from vllm import LLM, SamplingParams
 
-    threshold = {"long_prefill_token_threshold": 1} if job.decoded else {}
-    llm = LLM(**job.engine, **threshold, enforce_eager=True, enable_prefix_caching=job.hit > 0)
+    from benchmarks.accuracy.forced import ANSWER, Forced
+
+    llm = LLM(**job.engine, logits_processors=[Forced], enforce_eager=True, enable_prefix_caching=job.hit > 0)
     one: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
     if job.hit:
         # Send one prompt after another, because vLLM prefills a prompt in one step if it is alone in the batch.
         for text in job.texts:
             llm.generate({"prompt_token_ids": text[: job.hit]}, SamplingParams(**one), use_tqdm=False)
     states = States(llm, job.decoded)
-    params = SamplingParams(**one, prompt_logprobs=0, skip_reading_prefix_cache=False)
-    # When only the longest text is left in the batch, vLLM would prefill its remaining tokens in one step. So send that
-    # text twice, and ignore the second answer.
-    asked = [*job.texts, max(job.texts, key=len)] if job.decoded else job.texts
-    prompts = [{"prompt_token_ids": text} for text in asked]
-    batches = [prompts] if job.decoded else [[prompt] for prompt in prompts]
-    found = [request for batch in batches for request in llm.generate(batch, params, use_tqdm=False)]
+    if job.decoded:
+        prompts = [{"prompt_token_ids": text[: job.hit + 1]} for text in job.texts]
+        # The token after the text is not forced. The engine samples it in the step that reads the text's last token.
+        decode = [
+            SamplingParams(**one | {"max_tokens": len(text) - job.hit}, ignore_eos=True, logprobs=0,
+                           extra_args={ANSWER: text[job.hit + 1 :]})
+            for text in job.texts
+        ]  # fmt: skip
+        found = llm.generate(prompts, decode, use_tqdm=False)
+    else:
+        prefill = SamplingParams(**one, prompt_logprobs=0)
+        found = [llm.generate({"prompt_token_ids": text}, prefill, use_tqdm=False)[0] for text in job.texts]
     answers = []
-    for request, text in zip(found, job.texts, strict=False):
-        entries = list(request.prompt_logprobs)[-(len(text) - 1 - job.hit) :]
+    for request, text in zip(found, job.texts, strict=True):
+        entries = request.outputs[0].logprobs[:-1] if job.decoded else request.prompt_logprobs[1:]
         own = [entry[token].logprob for entry, token in zip(entries, text[job.hit + 1 :], strict=True)]
         answers.append({"states": states.of(request.request_id, text, job.hit), "logprobs": torch.tensor(own)})
     facts = {name: str(value) for name, value in versions().items()}  # torch's version is a subclass of str

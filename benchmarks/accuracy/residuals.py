@@ -10,7 +10,7 @@ keeps its residuals. The *order* decides which residuals are freed first:
 - `values`: residuals of all values, the oldest first; then residuals of keys, the oldest first.
 
 The model computes in float32, on the texts of accuracy.py, with factors that an engine computes at start. The row
-`today` is the recent window as a ring keeps it. Rows `hit` cover the 64 tokens after a hit in the prefix cache. Rows
+`today` is a window of exactly the last 64 tokens. Rows `hit` cover the 64 tokens after a hit in the prefix cache. Rows
 that are already in FILE are not computed again. FOLDER holds the tokens of the texts, for machines without the
 documents. `--cut` only writes these tokens.
 """
@@ -47,7 +47,10 @@ _AT_ONCE = 9216
 
 TODAY = "today"
 Kept = torch.Tensor | str | None
-"""Blocks to read at 8 bits, bool [sides, query blocks, key blocks]. TODAY means a ring, and None a 16-bit cache."""
+"""Blocks to read at 8 bits, bool [sides, query blocks, key blocks].
+
+TODAY means the last WINDOW tokens instead, and None 16 bits.
+"""
 Rule = tuple[str, float, int]
 """Rule by which blocks keep residuals: order of freeing, share of older blocks that keep theirs, floor in blocks.
 

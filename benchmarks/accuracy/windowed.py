@@ -10,16 +10,17 @@ Sides = tuple[torch.Tensor, torch.Tensor]
 
 
 def windowed(
-    query: torch.Tensor, pages: Sides, fine: Sides, scale: float, recent: int, *, since: int = 0,
+    query: torch.Tensor, pages: Sides, fine: Sides, scale: float, newest: int, *, block: int = 1, since: int = 0,
     sliding_window: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return causal attention with a recent window.
 
-    A query reads the last `recent` tokens, including its own, from `fine`, and all earlier tokens from `pages`.
+    A query reads the `newest` blocks, including its own, from `fine`, and all earlier tokens from `pages`.
 
     Args:
         query: [sequences, heads, tokens, D]; heads is a multiple of kv_heads.
         scale: factor on the scores.
+        block: number of tokens in a block.
         since: position before which all tokens are read from `pages`.
         sliding_window: number of last tokens that a query attends to; None for all.
 
@@ -29,22 +30,22 @@ def windowed(
     group = query.shape[1] // pages[0].shape[1]
     far, near = (tuple(x.repeat_interleave(group, 1) for x in side) for side in (pages, fine))
     return torch.cat([
-        _piece(query, far, near, start, scale, recent, since, sliding_window)
+        _piece(query, far, near, start, scale, newest, block, since, sliding_window)
         for start in range(0, query.shape[2], _PIECE)
     ], 2)  # fmt: skip
 
 
 def _piece(
     query: torch.Tensor, far: tuple[torch.Tensor, ...], fine: tuple[torch.Tensor, ...], start: int, scale: float,
-    recent: int, since: int, sliding_window: int | None,
+    newest: int, block: int, since: int, sliding_window: int | None,
 ) -> torch.Tensor:  # fmt: skip
     """Return the attention of up to `_PIECE` queries, from `start` on."""
     (key, value), (near_key, near_value) = far, fine
     end = min(start + _PIECE, query.shape[2])
-    begin = max(0, start - recent + 1)  # the first key that any of these queries reads through `fine`
-    at = torch.arange(end, device=query.device)
-    ago = torch.arange(start, end, device=query.device)[:, None] - at
-    near = (ago >= 0) & (ago < recent) & (at >= since)
+    begin = min(max(0, (start // block - newest + 1) * block), end)  # first key that any query reads from `fine`
+    at, queries = torch.arange(end, device=query.device), torch.arange(start, end, device=query.device)[:, None]
+    ago = queries - at
+    near = (ago >= 0) & (queries // block - at // block < newest) & (at >= since)
     hidden = ago < 0 if sliding_window is None else (ago < 0) | (ago >= sliding_window)
     q = query[:, :, start:end]
     far_scores = q @ key[:, :, :end].transpose(-1, -2)

@@ -7,7 +7,8 @@ the connector chooses. GPU 0 prefills prompts one by one, and GPU 1 answers them
 - the bytes transferred, and NIXL's copies (adjacent blocks on both sides count as one),
 - the transfer time, and the time to the first token,
 - a comparison of every block's bytes on both sides,
-- the number of tokens of GPU 1's answers that equal those of GPU 0, which reads the same blocks.
+- the number of answer tokens that equal those of the first engine, which reads the same blocks. With a window, the
+  first engine may read the newest blocks of the prompt at 8 bits, and the second may not.
 
 The program writes OUT/disaggregated-SHAPE.json and prints a table.
 """

@@ -32,15 +32,14 @@ class Job:
 
 
 def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -> list[int]:
-    """Return a checksum of each block, over all layers with a KV cache except ring layers.
+    """Return a checksum of each block, over all layers with a KV cache.
 
     The checksum is the sum of the block's 8-byte words modulo 2^64, each multiplied by an odd number that depends on
     the word's position.
     """
     import torch
 
-    caches = [layer.kv_cache for name, layer in layers.items()
-              if not name.endswith(".recent") and getattr(layer, "kv_cache", None) is not None]  # fmt: skip
+    caches = [layer.kv_cache for layer in layers.values() if getattr(layer, "kv_cache", None) is not None]
     total = torch.zeros(len(blocks), dtype=torch.int64)
     at = torch.tensor(list(blocks), dtype=torch.int64)
     for number, cache in enumerate(caches, 1):

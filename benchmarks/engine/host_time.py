@@ -15,14 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm import forward_context
 from vllm.v1.attention.backends import fa_utils
 
 from kvpilot_formats import formats
 from kvpilot_kernels.gpu.launch import launches, pages
 from kvpilot_runtime.vllm_api.compat import backend_class
 
-LAYERS, HEADS, KV_HEADS, DIM, BLOCK, RECENT = 32, 32, 8, 128, 64, 64
+LAYERS, HEADS, KV_HEADS, DIM, BLOCK = 32, 32, 8, 128, 64
 DECODES, CONTEXT, NEW, PADDED = 16, 8192, 100, 120
 DTYPE, LSE = "k4v4", torch.zeros(HEADS, NEW)
 PARTS = ("store", "attend", "merge", "gather")
@@ -49,10 +48,9 @@ def replace_gpu_parts() -> Any:
     """Replace everything that needs a GPU. Return the backend's module."""
     attend = lambda *_args, out, **_options: (out, LSE)  # noqa: E731
     vars(fa_utils).update(flash_attn_varlen_func=attend)
-    from kvpilot_runtime.backends import cuda, cuda_steps, packed
+    from kvpilot_runtime.backends import cuda, packed
 
     vars(pages).update(dict.fromkeys(KERNELS, Compiler()), fill_splits=lambda *_args: None)
-    vars(cuda_steps).update(fill_ring_slots=lambda *_args: None)
     active = SimpleNamespace(get_current_device=int, get_current_stream=abs)
     vars(launches).update(driver=SimpleNamespace(active=active), CompiledKernel=Program)
     vars(cuda).update(get_flash_attn_version=lambda **_: 3, workspace_bytes=lambda _: 4 * KV_HEADS * DIM * 20000)
@@ -83,7 +81,7 @@ def batch() -> SimpleNamespace:
     )  # fmt: skip
 
 
-def steps(cuda: Any) -> tuple[Callable[[], tuple[Any, Any]], Callable[[Any, Any], None]]:
+def steps(cuda: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     """Return two functions. The first builds a step's metadata, and the second runs all layers with it."""
     fmt, cpu, common = formats.parse(DTYPE), torch.device("cpu"), batch()
     layers = CONFIG.compilation_config.static_forward_context
@@ -91,7 +89,6 @@ def steps(cuda: Any) -> tuple[Callable[[], tuple[Any, Any]], Callable[[Any, Any]
     tensors = []
     for i in range(LAYERS):
         impl = cuda.CudaImpl(HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, DTYPE)
-        impl.recent = RECENT
         layers[f"{i}"] = SimpleNamespace(impl=impl, layer_name=f"{i}")
         rows = torch.zeros(PADDED, (HEADS + 2 * KV_HEADS) * DIM, dtype=torch.bfloat16)
         split = rows.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], 1)
@@ -99,17 +96,12 @@ def steps(cuda: Any) -> tuple[Callable[[], tuple[Any, Any]], Callable[[Any, Any]
         tensors.append((query, key, value, torch.zeros(shape, dtype=torch.uint8), torch.zeros_like(query)))
     kind = getattr(cuda, backend_class(DTYPE))
     builder = kind.get_builder_cls()(SimpleNamespace(block_size=BLOCK), list(layers), CONFIG, cpu)
-    layout = {"ring_blocks": fmt.ring_blocks(RECENT, DIM, BLOCK), "ring_tokens": fmt.ring_layout(DIM, BLOCK).tokens}
-    rings = cuda.CudaRingBuilder(SimpleNamespace(kept=RECENT, **layout), [], CONFIG, cpu)
-    for layer in layers.values():
-        layer.impl.ring = SimpleNamespace(kv_cache=torch.zeros(shape, dtype=torch.uint8), layer_name="ring")
 
-    def forward(metadata: Any, of_rings: Any) -> None:
-        forward_context._forward_context = SimpleNamespace(attn_metadata={"ring": of_rings})
+    def forward(metadata: Any) -> None:
         for layer, (query, key, value, cache, out) in zip(layers.values(), tensors, strict=True):
             layer.impl.forward(layer, query, key, value, cache, metadata, out)
 
-    return lambda: (builder.build(0, common), rings.build(0, common)), forward
+    return lambda: builder.build(0, common), forward
 
 
 def main() -> None:
@@ -125,7 +117,7 @@ def main() -> None:
             times = [time.perf_counter()]
             metadata = describe()
             times.append(time.perf_counter())
-            forward(*metadata)
+            forward(metadata)
             times.append(time.perf_counter())
             found["metadata, a step"].append(times[1] - times[0])
             found["forward, a layer"].append((times[2] - times[1]) / LAYERS)
@@ -133,7 +125,7 @@ def main() -> None:
         for _ in range(count):
             for part in spent.values():
                 part.clear()
-            forward(*describe())
+            forward(describe())
             for name, part in spent.items():
                 found[f"  {name}"].append(sum(part) / LAYERS)
     for name, seconds in found.items():

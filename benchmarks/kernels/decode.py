@@ -9,7 +9,7 @@ caches, so that no cache stays in L2. Times are medians of ten replays:
 
 For comparison, the program also times a device-to-device copy. FlashAttention comes with vLLM, and FlashInfer is a
 separate package; the program leaves out what is not installed. Our formats are measured with each window of `--recent`,
-whose tokens are all in the ring. The program writes OUT/decode.json, from which `decode_page.py` makes pages.
+whose blocks all have residual pages. The program writes OUT/decode.json, from which `decode_page.py` makes pages.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from benchmarks.kernels.timing import copy_rate, layers_for, microseconds
 from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Shape
-from kvpilot_kernels.ring import ring_slots
+from kvpilot_kernels.residuals import Residuals
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,8 @@ CASES = [
 ]
 
 
-def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.device) -> torch.Tensor:
+def random_pages(fmt: formats.Format, case: Case, block: int, blocks: int, device: torch.device) -> torch.Tensor:
     """Return KV pages of random quantized values. Scales are between 0.01 and 0.03, zero points near the middle."""
-    blocks = case.batch * -(-case.context // block) + 1
     cache = torch.randint(
         0, 256, (blocks, case.kv_heads, block, fmt.row_bytes(case.dim)), dtype=torch.uint8, device=device
     )
@@ -78,76 +77,67 @@ def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.devi
     return cache
 
 
-def fill_ring(
-    pages: GpuPages, table: torch.Tensor, rings: torch.Tensor, context: int, of: torch.Tensor
-) -> torch.Tensor | None:
-    """Store random keys and values as every sequence's last tokens, so that the ring has valid residuals.
+def residuals_for(fmt: formats.Format, case: Case, block: int, recent: int, table: torch.Tensor) -> Residuals | None:
+    """Return a map that gives residual pages to all blocks of the recent windows; None without a window.
 
-    Return the ring slot of each sequence's last token, int64 [sequences]; None without a window.
-
-    Args:
-        table: int32 [sequences, blocks], block table of the pages.
-        rings: int32 [sequences, ring_blocks], blocks of the rings.
-        context: tokens of each sequence.
-        of: tensor with the shape of one token, and the dtype and device of keys and values.
+    The residual pages follow the blocks of `table`, int32 [sequences, blocks], which are numbered from 1 on.
     """
-    shape = pages.shape
-    if not shape.recent:
+    newest, count = fmt.recent_blocks(recent, block), fmt.residual_pages(case.dim, block)
+    if not newest:
         return None
-    plan, last, count = Plan(shape, 1), min(shape.recent, context), len(table)
-    at = torch.arange(context - last, context, device=table.device).repeat(count)
-    owner = torch.arange(count, device=table.device).repeat_interleave(last)
-    slots = table.long()[owner, at // shape.block_size] * shape.block_size + at % shape.block_size
-    tokens = shape.fmt.ring_layout(shape.head_dim, shape.block_size).tokens
-    places = ring_slots(at, torch.full_like(at, context), rings[owner], shape.recent, tokens)
-    key, value = torch.randn(2, len(at), *of.shape[1:], device=of.device, dtype=of.dtype)
-    query = torch.zeros(len(at), shape.kv_heads * shape.ratio, shape.head_dim, device=of.device, dtype=of.dtype)
-    pages.store(query, key, value, slots, plan, 0, 1.0, places)
-    return places.view(count, last)[:, -1].contiguous()
+    refined, first = table[:, -newest:].flatten().long(), 1 + table.numel()
+    pages = torch.zeros(first + refined.numel() * count, count, dtype=torch.int32, device=table.device)
+    ids = first + torch.randperm(refined.numel() * count, device=table.device)
+    pages[refined] = ids.view(-1, count).int()
+    return Residuals(pages, torch.tensor([newest], dtype=torch.int32, device=table.device))
+
+
+def bytes_read(fmt: formats.Format, case: Case) -> int:
+    """Return the bytes of a case's stored tokens in one layer, without residuals."""
+    return case.batch * case.context * case.kv_heads * fmt.row_bytes(case.dim)
+
+
+def random_layers(
+    fmt: formats.Format, case: Case, block: int, recent: int, table: torch.Tensor
+) -> tuple[Shape, list[GpuPages]]:
+    """Return layers with random pages, of which a step reads one after another so that no cache stays in L2."""
+    residuals = residuals_for(fmt, case, block, recent, table)
+    count, blocks = (0, 1 + table.numel()) if residuals is None else (residuals.pages.shape[1], len(residuals.pages))
+    shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, block, table.device, residuals=count)
+    factors = Factors.identity(case.kv_heads, case.dim, table.device)
+    return shape, [
+        GpuPages(random_pages(fmt, case, block, blocks, table.device), shape, factors, residuals)
+        for _ in range(layers_for(bytes_read(fmt, case)))
+    ]
 
 
 def ours(
     name: str, case: Case, device: torch.device, recent: int = 0, block: int = 64, overlap: bool | None = None
 ) -> dict[str, Any]:
     """Measure our kernels in one format. If `overlap` is None, the plan decides whether decode overlaps `store`."""
-    fmt = formats.parse(name)
-    recent = recent if fmt.has_ring else 0
-    shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, block, device, recent=recent)
-    size = case.batch * case.context * case.kv_heads * fmt.row_bytes(case.dim)
-    factors = Factors.identity(case.kv_heads, case.dim, device)
-    caches = [random_pages(fmt, case, block, device) for _ in range(layers_for(size))]
-    count = case.batch * shape.ring_blocks
-    own_ring = (max(1, count), case.kv_heads, block, fmt.row_bytes(case.dim))
-    rings = torch.randperm(count, device=device).view(case.batch, -1).int() if recent else None
-    pages = [
-        GpuPages(cache, shape, factors, torch.zeros(own_ring, dtype=torch.uint8, device=device) if recent else None)
-        for cache in caches
-    ]
-    plan, turn = Plan(shape, case.batch), iter(range(10**9))
-    per = -(-case.context // block)
+    fmt, per = formats.parse(name), -(-case.context // block)
     table = (1 + torch.randperm(per * case.batch, device=device)).view(case.batch, per).int()
+    shape, pages = random_layers(fmt, case, block, recent, table)
+    plan, turn = Plan(shape, case.batch), iter(range(10**9))
     lens = torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
     query = torch.randn(case.batch, case.heads, case.dim, device=device, dtype=torch.bfloat16)
     key, value = torch.randn(2, case.batch, case.kv_heads, case.dim, device=device, dtype=torch.bfloat16)
     slots = table[:, -1].long() * block + (case.context - 1) % block
     out = torch.empty_like(query)
-    ring = None
-    for at in pages:
-        ring = fill_ring(at, table, rings, case.context, key) if rings is not None else None
     plan.update(lens, overlap=True)
     if overlap is not None:
         plan.overlap = overlap
 
     def store() -> GpuPages:
         at = pages[next(turn) % len(pages)]
-        at.store(query, key, value, slots, plan, case.batch, case.dim**-0.5, ring, lens)
+        at.store(query, key, value, slots, plan, case.batch, case.dim**-0.5, lens)
         return at
 
     def layer() -> None:
-        store().decode(table, lens, plan, out, rings)
+        store().decode(table, lens, plan, out)
 
     store()
-    taken = pages[0].attend(table, lens, plan, rings)
+    taken = pages[0].attend(table, lens, plan)
     shape.settle(1, taken)
     plan.update(lens, overlap=plan.overlap)
     return {
@@ -155,11 +145,11 @@ def ours(
         "splits": int((plan.splits[:, 0] >= 0).sum()),
         "wave": plan.cut().wave,
         "store": microseconds(store),
-        "decode": microseconds(lambda: pages[next(turn) % len(pages)].attend(table, lens, plan, rings)),
-        "merged": microseconds(lambda: pages[next(turn) % len(pages)].decode(table, lens, plan, out, rings)),
+        "decode": microseconds(lambda: pages[next(turn) % len(pages)].attend(table, lens, plan)),
+        "merged": microseconds(lambda: pages[next(turn) % len(pages)].decode(table, lens, plan, out)),
         "layer": microseconds(layer),
-        "bytes": size,
-        "recent": recent,
+        "bytes": bytes_read(fmt, case),
+        "recent": recent if shape.residuals else 0,
     }
 
 
@@ -185,7 +175,7 @@ def measure(out: Path, windows: list[int], shapes: list[str], names: list[str], 
         f"{f}, last {w} finer" if w else f: (lambda c, d, f=f, w=w: ours(f, c, d, w))
         for f in names
         for w in windows
-        if not w or formats.parse(f).has_ring
+        if not w or formats.parse(f).has_residuals
     }
     for case in (c for c in CASES if c.shape in shapes and (not sizes or f"{c.batch}x{c.context}" in sizes)):
         for name, run in {**decode_rivals.installed(case.dim), **own}.items():

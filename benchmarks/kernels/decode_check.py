@@ -1,9 +1,9 @@
 """Check our GPU kernels on this machine's GPU: `python -m benchmarks.kernels.decode_check`.
 
 The kernels store and decode sequences of different lengths in a captured CUDA graph. Its four layers share a plan, and
-each layer may start while the previous one still runs. Pages, rings and outputs are poisoned first: every byte is 0xFF,
-and every output NaN. Every ring is full of another sequence's rows at the same positions, and part of each prompt comes
-from pages without ring rows.
+each layer may start while the previous one still runs. Pages and outputs are poisoned first: every byte is 0xFF, and
+every output NaN. With a recent window, the newest block of a sequence has residual pages, but the one before it has
+none, and so on.
 
 Some steps have one token per sequence. Others have up to 8, a different number for each sequence, and rows of padding.
 Some are planned for a GPU with one multiprocessor, so that there are more sequences than concurrent programs. The
@@ -30,14 +30,14 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu.launch import tuning
 from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.places import joined_slots
-from kvpilot_kernels.ring import ring_slots
+from kvpilot_kernels.residuals import Residuals
 
 LIMIT, READ_LIMIT = 2e-3, 6e-3
 """Largest allowed errors of decode and of `gather`, relative to a head's norm.
 
 Decode rounds queries and probabilities, and `gather` writes bfloat16.
 """
-LENGTHS, HIT, BLOCK, KV_HEADS = [1, 63, 64, 65, 300, 1000, 2500], 40, 64, 2
+LENGTHS, BLOCK, KV_HEADS = [1, 63, 64, 65, 300, 1000, 2500], 64, 2
 
 
 PADDED = (80, 112, 160)
@@ -71,10 +71,10 @@ class Case(NamedTuple):
 DIMS = (*formats.HEAD_DIMS, *PADDED)
 CASES = [
     *(Case(name, dim, 4, recent) for name in formats.own_names() for dim in DIMS
-      for recent in dict.fromkeys((0, 64 if formats.parse(name).has_ring else 0, formats.parse(name).window))),
+      for recent in dict.fromkeys((0, 64 if formats.parse(name).has_residuals else 0, formats.parse(name).window))),
     Case("k4v4", 128, 16, 64), Case("k4v2", 256, 7, 64), Case("k8v4", 96, 12, 300), Case("k2v2", 128, 5, 512),
-    Case("k4v4", 128, 1, 64),
-    *(Case(name, dim, 4, 64 if formats.parse(name).has_ring else 0, 4) for name in formats.own_names()
+    Case("k4v4", 128, 1, 64), Case("k4v4", 128, 4, 4096), Case("k2v2", 128, 4, 4096, 4),
+    *(Case(name, dim, 4, 64 if formats.parse(name).has_residuals else 0, 4) for name in formats.own_names()
       for dim in DIMS),
     *(Case("k4v4", 128, 4, recent, tokens) for recent in (0, 64) for tokens in (2, 3, 5, 8)),
     Case("k4v4", 64, 1, 64, 3), Case("k4v2", 128, 16, 64, 2), Case("k2v2", 128, 5, 512, 7), Case("k8v4", 96, 8, 300, 6),
@@ -102,64 +102,48 @@ def check(case: Case) -> dict[str, Any]:
     torch.manual_seed(dim + ratio + recent + most)
     torch.set_num_threads(2)
     device, fmt, count, scale = torch.device("cuda"), formats.parse(name), len(LENGTHS), dim**-0.5
-    kept = recent + most - 1 if recent else 0
-    rings = fmt.ring_blocks(kept, dim, BLOCK)
+    newest, residual_count = fmt.recent_blocks(recent, BLOCK), fmt.residual_pages(dim, BLOCK) if recent else 0
     news = [min(n, most - i % 3 % most) for i, n in enumerate(LENGTHS)]  # number of new tokens of each sequence
     owner = torch.arange(count).repeat_interleave(torch.tensor(news))
     seen = torch.cat([torch.arange(n - new + 1, n + 1) for n, new in zip(LENGTHS, news, strict=True)]).int()
     padding = PADDING if most > 1 else 0
-    tokens = fmt.ring_layout(dim, BLOCK).tokens if recent else 1
     per = [-(-n // BLOCK) for n in LENGTHS]
-    total = 1 + sum(per) + count * rings
+    total = 1 + sum(per) * (1 + residual_count)
     cache = torch.full((total, KV_HEADS, BLOCK, fmt.row_bytes(dim)), 255, dtype=torch.uint8, device=device)
     blocks = (1 + torch.randperm(total - 1)).int()
     table = torch.full((count, max(per)), -(2**30), dtype=torch.int32)
     for i, part in enumerate(blocks[: sum(per)].split(per)):
         table[i, : per[i]] = part
-    ring_table = blocks[sum(per) :].view(count, rings) if rings else None
+    residuals, on_cpu = None, None
+    if recent:
+        pages_of = torch.zeros(total, residual_count, dtype=torch.int32)
+        refined = torch.cat([part.flip(0)[::2] for part in blocks[: sum(per)].split(per)]).long()
+        pages_of[refined] = blocks[sum(per) :].view(-1, residual_count)[: len(refined)]
+        on_cpu = Residuals(pages_of, torch.tensor([newest], dtype=torch.int32))
+        residuals = Residuals(*(x.to(device) for x in on_cpu))
     statics = [torch.rand(KV_HEADS, dim) + 0.5 for _ in range(4)] + [2 * torch.randn(KV_HEADS, dim)]
     factors = Factors(*statics)
-    shape = Shape(fmt, dim, KV_HEADS, ratio, BLOCK, device, softcap=softcap, recent=recent)
+    shape = Shape(fmt, dim, KV_HEADS, ratio, BLOCK, device, softcap=softcap, residuals=residual_count)
     sinks = 3 * torch.randn(KV_HEADS * ratio).bfloat16() if sinking else None
-    shape.ring_blocks = rings
-    ring = cache if recent else None
     plan = Plan(shape, count, most, len(owner) + padding)
-    pages = GpuPages(cache, shape, factors.to(device), ring, None if sinks is None else sinks.to(device))
+    pages = GpuPages(cache, shape, factors.to(device), residuals, None if sinks is None else sinks.to(device))
     starts = torch.tensor([0, *torch.tensor(news).cumsum(0)], dtype=torch.int32, device=device)
     owners = torch.cat([owner, torch.full((padding,), -1)]).int().to(device)
     several = Several(starts, owners, most) if most > 1 else None
     keys, values = ([torch.randn(n, KV_HEADS, dim).bfloat16() for n in LENGTHS] for _ in "kv")
 
-    def where(i: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def where(i: int, begin: int, end: int) -> torch.Tensor:
         at = torch.arange(begin, end)
-        slots = table[i].long()[at // BLOCK] * BLOCK + at % BLOCK
-        if ring_table is None:
-            return slots.to(device), None
-        rows = ring_table[i].expand(len(at), -1)
-        return slots.to(device), ring_slots(at, torch.full_like(at, end), rows, kept, tokens).to(device)
+        return (table[i].long()[at // BLOCK] * BLOCK + at % BLOCK).to(device)
 
-    def store(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, at: torch.Tensor | None,
-              begin: int = 1) -> None:  # fmt: skip
+    def store(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, begin: int) -> None:
         query = torch.zeros(len(key), KV_HEADS * ratio, dim, dtype=key.dtype)
         ordinals = torch.arange(begin + 1, begin + 1 + len(key), dtype=torch.int32)
-        pages.store(query.to(device), key.to(device), value.to(device), slots, plan, 0, scale, at, ordinals.to(device))
+        pages.store(query.to(device), key.to(device), value.to(device), slots, plan, 0, scale, ordinals.to(device))
 
     for i, n in enumerate(LENGTHS):
-        # Fill the ring with residuals of another sequence, whose pages are in block 0. Decode must ignore them.
-        if ring_table is not None:
-            every, (key, value) = torch.arange(rings * tokens), torch.randn(2, rings * tokens, KV_HEADS, dim).bfloat16()
-            places = ring_slots(every, torch.full_like(every, len(every)), ring_table[i].expand(len(every), -1),
-                                len(every), tokens).to(device)  # fmt: skip
-            for begin in range(0, len(every), BLOCK):
-                piece = slice(begin, begin + BLOCK)
-                store(key[piece], value[piece], torch.arange(len(key[piece]), device=device), places[piece])
-        stored = n - news[i]
-        hit = max(0, stored - HIT)
-        if hit:
-            slots, at = where(i, 0, hit)
-            store(keys[i][:hit], values[i][:hit], slots, None if at is None else torch.full_like(at, -1), 0)
-        if hit < stored:
-            store(keys[i][hit:stored], values[i][hit:stored], *where(i, hit, stored), hit)
+        if stored := n - news[i]:
+            store(keys[i][:stored], values[i][:stored], where(i, 0, stored), 0)
     rows = len(owner) + padding
     query = torch.randn(LAYERS, rows, KV_HEADS * ratio, dim).bfloat16().to(device)
     query[:, len(owner) :] = torch.nan
@@ -170,17 +154,15 @@ def check(case: Case) -> dict[str, Any]:
     )
     steps = [where(i, n - new, n) for i, (n, new) in enumerate(zip(LENGTHS, news, strict=True))]
     none = torch.full((padding,), -1, device=device)
-    slots = torch.cat([*(s for s, _ in steps), none])
-    at = torch.cat([*(a for _, a in steps if a is not None), none]) if ring_table is not None else None
+    slots, ordinals = torch.cat([*steps, none]), seen.to(device)
     lens, on_gpu = torch.tensor(LENGTHS, dtype=torch.int32, device=device), table.to(device)
-    ordinals, ring_rows = seen.to(device), None if ring_table is None else ring_table.to(device)
     out = torch.empty(LAYERS, rows, KV_HEADS * ratio, dim, device=device)
 
     def step() -> None:
         plan.update(lens, overlap=several is None, several=several)
         for layer in range(LAYERS):
-            pages.store(query[layer], key, value, slots, plan, rows, scale, at, ordinals)
-            pages.decode(on_gpu, lens, plan, out[layer], ring_rows)
+            pages.store(query[layer], key, value, slots, plan, rows, scale, ordinals)
+            pages.decode(on_gpu, lens, plan, out[layer])
 
     step()
     torch.cuda.synchronize()
@@ -196,17 +178,17 @@ def check(case: Case) -> dict[str, Any]:
         graph.replay()
         torch.cuda.synchronize()
         bytes_now = cache.cpu()
-        cpu = PackedPages(bytes_now, fmt, dim, factors, bytes_now if recent else None, recent, most - 1)
-        real, tables = query[:, : len(owner)].cpu(), (table[owner], None if ring_table is None else ring_table[owner])
-        wanted = torch.stack([cpu.decode(q, tables[0], seen, scale, softcap, tables[1], sinks) for q in real])
+        cpu, ends = PackedPages(bytes_now, fmt, dim, factors, on_cpu), torch.tensor(LENGTHS)[owner]
+        real = query[:, : len(owner)].cpu()
+        wanted = torch.stack([cpu.decode(q, table[owner], seen, scale, softcap, sinks, ends) for q in real])
         off = (out[:, : len(owner)].cpu() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
         right = bool(off.isfinite().all()) and not out[:, len(owner) :].any()
         worst = max(worst, float(off.max())) if right else float("inf")
-    plain = PackedPages(bytes_now, fmt, dim, factors).decode(real[-1], tables[0], seen, scale, softcap, None, sinks)
+    plain = PackedPages(bytes_now, fmt, dim, factors).decode(real[-1], table[owner], seen, scale, softcap, sinks)
     theirs = torch.full_like(bytes_now, 255)
     cpu = PackedPages(theirs, fmt, dim, factors)
     for i, n in enumerate(LENGTHS):
-        cpu.store(keys[i], values[i], where(i, 0, n)[0].cpu(), ordinals=torch.arange(1, n + 1))
+        cpu.store(keys[i], values[i], where(i, 0, n).cpu(), ordinals=torch.arange(1, n + 1))
     begins = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
     read = torch.full((2, int(begins[-1]), KV_HEADS, dim), torch.nan, dtype=torch.bfloat16, device=device)
     # Prefill attends to the step's own tokens in 16 bits, and to earlier tokens as the cache returns them. So compare
@@ -230,9 +212,7 @@ def check(case: Case) -> dict[str, Any]:
 
         def answers(stored: torch.Tensor, element: torch.Tensor, i: int = i, place: int = place,
                     last: int = last) -> torch.Tensor:  # fmt: skip
-            slots, rings_at = where(i, place, place + 1)
-            nowhere = None if rings_at is None else torch.full_like(rings_at, -1)
-            store(keys[i][place : place + 1], stored, slots, nowhere, place)
+            store(keys[i][place : place + 1], stored, where(i, place, place + 1), place)
             value[last, 1, 0] = element
             graph.replay()
             torch.cuda.synchronize()
@@ -252,7 +232,7 @@ def check(case: Case) -> dict[str, Any]:
     return {
         **case._asdict(), "error": worst, "gather_error": off_read, "unlike_where_a_value_is_nan": unlike,
         "bytes_unlike_the_cpus": float((bytes_now[used] != theirs[used]).float().mean()),
-        "moved_by_the_ring": float(((plain - wanted[-1]).norm(dim=-1) / wanted[-1].norm(dim=-1)).max()),
+        "moved_by_residuals": float(((plain - wanted[-1]).norm(dim=-1) / wanted[-1].norm(dim=-1)).max()),
     }  # fmt: skip
 
 
@@ -281,7 +261,7 @@ def main() -> int:
         row for row in rows
         if not (row["error"] <= LIMIT and row["gather_error"] <= READ_LIMIT)
         or row["bytes_unlike_the_cpus"] > 2e-3 or row["unlike_where_a_value_is_nan"]
-        or (row["moved_by_the_ring"] > 0) != (row["recent"] > 0)
+        or (row["moved_by_residuals"] > 0) != (row["recent"] > 0)
     ]  # fmt: skip
     print(f"{len(rows) - len(wrong)} of {len(rows)} right")
     return 1 if wrong else 0

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks.kernels.decode import SHAPES, Case, fill_ring, random_pages
-from benchmarks.kernels.timing import copy_rate, layers_for, microseconds
+from benchmarks.kernels.decode import SHAPES, Case, bytes_read, random_layers
+from benchmarks.kernels.timing import copy_rate, microseconds
 from kvpilot_formats import formats
-from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu.launch import tuning
 from kvpilot_kernels.gpu.launch.pages import Cut, GpuPages, Plan, Several, Shape
 
@@ -42,29 +41,12 @@ def launch_as(shape: Shape, choice: str, tokens: int) -> None:
 
 def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: int, choice: str) -> dict[str, Any]:
     """Measure one format in steps with `tokens` tokens per sequence, and compare with steps of one token."""
-    fmt = formats.parse(name)
-    shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, BLOCK, device, recent=recent)
-    if recent:
-        shape.ring_blocks = fmt.ring_blocks(recent + tokens - 1, case.dim, BLOCK)
+    fmt, per, rows = formats.parse(name), -(-case.context // BLOCK), case.batch * tokens
+    table = (1 + torch.randperm(per * case.batch, device=device)).view(case.batch, per).int()
+    shape, pages = random_layers(fmt, case, BLOCK, recent, table)
     if choice and tokens > 1:
         launch_as(shape, choice, tokens)
-    factors = Factors.identity(case.kv_heads, case.dim, device)
-    rings = torch.randperm(case.batch * shape.ring_blocks, device=device).view(case.batch, -1).int() if recent else None
-    size = case.batch * case.context * case.kv_heads * fmt.row_bytes(case.dim)
-    page = case.kv_heads, BLOCK, fmt.row_bytes(case.dim)
-    pages = [
-        GpuPages(
-            random_pages(fmt, case, BLOCK, device), shape, factors,
-            torch.zeros(rings.numel(), *page, dtype=torch.uint8, device=device) if rings is not None else None,
-        )
-        for _ in range(layers_for(size))
-    ]  # fmt: skip
-    per, rows = -(-case.context // BLOCK), case.batch * tokens
-    table = (1 + torch.randperm(per * case.batch, device=device)).view(case.batch, per).int()
     make: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    if rings is not None:
-        for written in pages:
-            fill_ring(written, table, rings, case.context, torch.empty(0, case.kv_heads, case.dim, **make))
     owner = torch.arange(case.batch, device=device).repeat_interleave(tokens)
     ago = torch.arange(tokens - 1, -1, -1, device=device).repeat(case.batch)
     seen, lens = (case.context - ago).int(), torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
@@ -74,32 +56,26 @@ def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: in
     key, value = torch.randn(2, rows, case.kv_heads, case.dim, **make)
     at = seen.long() - 1
     slots = table.long()[owner, at // BLOCK] * BLOCK + at % BLOCK
-    ring_slots = None
-    if rings is not None:
-        per_page = fmt.ring_layout(case.dim, BLOCK).tokens
-        place = at % (shape.ring_blocks * per_page)
-        block = rings.long()[owner, place // per_page]
-        ring_slots = block * per_page + place % per_page
     plan, out, turn = Plan(shape, case.batch, tokens), torch.empty_like(query), iter(range(10**9))
     plan.update(lens, tokens == 1, several)
 
     def store() -> GpuPages:
         found = pages[next(turn) % len(pages)]
-        found.store(query, key, value, slots, plan, rows, case.dim**-0.5, ring_slots, seen)
+        found.store(query, key, value, slots, plan, rows, case.dim**-0.5, seen)
         return found
 
     found = {
         "store": microseconds(store),
-        "decode": microseconds(lambda: pages[next(turn) % len(pages)].attend(table, lens, plan, rings)),
-        "merged": microseconds(lambda: pages[next(turn) % len(pages)].decode(table, lens, plan, out, rings)),
-        "layer": microseconds(lambda: store().decode(table, lens, plan, out, rings)),
+        "decode": microseconds(lambda: pages[next(turn) % len(pages)].attend(table, lens, plan)),
+        "merged": microseconds(lambda: pages[next(turn) % len(pages)].decode(table, lens, plan, out)),
+        "layer": microseconds(lambda: store().decode(table, lens, plan, out)),
         "plan": microseconds(lambda: plan.update(lens, tokens == 1, several)),
     }
     plan.update(lens, several=several)
     first = pages[0]
-    first.store(query, key, value, slots, plan, rows, case.dim**-0.5, ring_slots, seen)
+    first.store(query, key, value, slots, plan, rows, case.dim**-0.5, seen)
     exact = out.float()
-    first.decode(table, lens, plan, exact, rings)
+    first.decode(table, lens, plan, exact)
     off, one = 0.0, Plan(shape, case.batch)
     for i in range(tokens):
         mine = slice(i, None, tokens)
@@ -109,11 +85,11 @@ def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: in
         one.update(seen[mine].contiguous())
         first.store(
             query[mine].contiguous(), key[mine].contiguous(), value[mine].contiguous(), nothing, one, case.batch,
-            case.dim**-0.5, nothing if recent else None,
+            case.dim**-0.5,
         )  # fmt: skip
-        first.decode(table, seen[mine].contiguous(), one, again, rings)
+        first.decode(table, seen[mine].contiguous(), one, again)
         off = max(off, float(((exact[mine] - again).norm(dim=-1) / again.norm(dim=-1)).max()))
-    return {**found, "off": off, "bytes": size}
+    return {**found, "off": off, "bytes": bytes_read(fmt, case)}
 
 
 def main() -> int:
@@ -141,7 +117,7 @@ def main() -> int:
         batch, context = map(int, size.split("x"))
         case = Case("Llama-3-8B", *SHAPES["Llama-3-8B"], batch, context)
         for name in options.formats:
-            for recent in options.recent if formats.parse(name).has_ring else [0]:
+            for recent in options.recent if formats.parse(name).has_residuals else [0]:
                 base = 0.0
                 for tokens, choice in product(options.tokens, options.choices):
                     if tokens == 1 and base:

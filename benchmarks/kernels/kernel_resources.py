@@ -34,7 +34,6 @@ from kvpilot_kernels.gpu.mla.store import latent_prepare_kernel, latent_store_ke
 from kvpilot_kernels.gpu.prefill.gather import gather_kernel
 from kvpilot_kernels.gpu.prefill.head512 import prefill_kernel
 from kvpilot_kernels.gpu.store.kernel import store_kernel
-from kvpilot_kernels.gpu.store.ring_slots import ring_slots_kernel
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "kernel-resources.md"
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -44,8 +43,8 @@ triton.knobs.compilation.disable_line_info = True
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {
     "query_ptr": "*bf16", "key_ptr": "*bf16", "value_ptr": "*bf16", "out_ptr": "*bf16", "key_out_ptr": "*bf16",
-    "value_out_ptr": "*bf16", "cache_ptr": "*u8", "ring_ptr": "*u8", "rotated_ptr": "*i8", "slots_ptr": "*i64",
-    "ring_slots_ptr": "*i64", "table_ptr": "*i32", "ring_table_ptr": "*i32", "splits_ptr": "*i32", "lens_ptr": "*i32",
+    "value_out_ptr": "*bf16", "cache_ptr": "*u8", "residuals_ptr": "*i32", "newest_ptr": "*i32", "rotated_ptr": "*i8",
+    "slots_ptr": "*i64", "table_ptr": "*i32", "splits_ptr": "*i32", "lens_ptr": "*i32",
     "spans_ptr": "*i32", "bases_ptr": "*i32", "owners_ptr": "*i32",
     "rows_ptr": "*i32", "starts_ptr": "*i32", "signs_ptr": "*bf16", "key_signs_ptr": "*bf16",
     "value_signs_ptr": "*bf16", "ordinals_ptr": "*i32", "query_rope_ptr": "*bf16",
@@ -73,7 +72,7 @@ class Resources:
 
 def kernels() -> dict[str, Any]:
     """Return all of kvpilot's GPU kernels by name."""
-    found = (decode_kernel, store_kernel, gather_kernel, plan_kernel, reduce_kernel, ring_slots_kernel, prefill_kernel,
+    found = (decode_kernel, store_kernel, gather_kernel, plan_kernel, reduce_kernel, prefill_kernel,
              latent_decode_kernel, latent_gather_kernel, latent_reduce_kernel, latent_prepare_kernel,
              latent_store_kernel)  # fmt: skip
     return {kernel.__name__: kernel for kernel in found}
@@ -82,15 +81,12 @@ def kernels() -> dict[str, Any]:
 def known(variant: Variant, taken: Resources) -> bool:
     """Return True if the program spills no more than is known and accepted. These are the known cases:
 
-    - Decode of 4 queries with a window spills up to 64 bytes, because 12 programs fit only with at most 168 registers.
-      With 11 programs, an H100 takes 1.2 times as long at 32 x 16K. From head_dim 192 on, it spills up to 128 bytes.
-      For k8v4 it spills 40 bytes with Triton 3.9, but none with 3.6, with which all times were measured.
-    - Decode of 8 queries with a window spills up to 480 bytes. With a tile of 16 tokens it would not spill, but an H200
-      takes 1.5 to 1.9 times as long.
+    - Decode of 8 queries with a window spills up to 120 bytes with Triton 3.9. With 4 queries, only k2v2 spills, up to
+      32 bytes at head_dim 256 and 512, but not on 9.0. No alternative was tried.
     - Decode without a window spills with Triton 3.9 on compute capability 9.0: int8 48 and k8v4 16 bytes at head_dim
       192, k2v2 8 bytes at 512. No alternative was tried.
-    - Decode of several tokens, with 16 queries (8 at head_dim 256), spills up to 112 bytes without a window and 512
-      with one. With the measured Triton 3.6 it spills up to 256 bytes on 9.0.
+    - Decode of several tokens, with 16 queries (8 at head_dim 256), spills up to 112 bytes without a window. With one,
+      it spills up to 192 bytes with Triton 3.9.
     - Prefill of heads of 512 elements on 9.0 spills 8 bytes with Triton 3.6 and 456 with 3.9. With 32 queries it spills
       none, but an H200 takes 2.1 times as long.
     - Reduce spills 8 bytes with some versions of Triton from 3.6 to 3.9, and 16 bytes for rows of 96.
@@ -101,10 +97,9 @@ def known(variant: Variant, taken: Resources) -> bool:
     elif variant.kernel == "prefill_kernel":
         most = 512 if variant.constants["M"] == 64 else 0
     elif variant.kernel == "decode_kernel" and "tokens" in variant.shape:
-        most = 512 if "window" in variant.shape else 112
+        most = 192 if "window" in variant.shape else 112
     elif variant.kernel == "decode_kernel" and "window" in variant.shape:
-        narrow = 64 if variant.registers == 168 else 40 if variant.dtype == "k8v4" else 0
-        most = 480 if "8 queries" in variant.shape else 128 if variant.constants["C"].dim > 128 else narrow
+        most = 120 if "8 queries" in variant.shape else 32 if variant.constants["C"].dim > 192 else 0
     elif variant.kernel == "decode_kernel":
         most = 48 if variant.constants["C"].dim > 128 else 0
     return 0 < taken.stack <= most
@@ -172,7 +167,7 @@ def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], ca
         "how many programs a GPU runs at once. Compiling needs no GPU.",
         "",
         "```sh",
-        f"python {' '.join(sys.argv)}",
+        f"python -m benchmarks.kernels.kernel_resources {' '.join(sys.argv[1:])}",
         "```",
         "",
         f"{datetime.now(UTC).date()}, Triton {triton.__version__} with {tools}.",
@@ -190,10 +185,9 @@ def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], ca
         "",
         "These are the largest known spills of decode, per thread. They include shapes that `--few` leaves out:",
         "",
-        "* 4 queries with a recent window: 64 bytes where a thread has at most 168 registers, and 128 bytes from",
-        "  head_dim 192 on;",
-        "* 8 queries (Llama-3-70B) with a recent window: 480 bytes;",
-        "* several tokens of a sequence: 512 bytes with a recent window, 112 bytes without one.",
+        "* 4 queries with a recent window: 32 bytes, only from head_dim 256 on;",
+        "* 8 queries (Llama-3-70B) with a recent window: 120 bytes;",
+        "* several tokens of a sequence: 192 bytes with a recent window, 112 bytes without one.",
         "",
         f"| kernel | dtype | shape | {' | '.join(names)} |",
         f"|---|---|---|{'---|' * len(names)}",

@@ -18,7 +18,6 @@ from kvpilot_kernels.gpu.mla import tuning as latent_tuning
 from kvpilot_kernels.gpu.mla.operands import LatentConfig
 from kvpilot_kernels.gpu.mla.pages import part_layouts
 from kvpilot_kernels.gpu.prefill.gather import GatherConfig
-from kvpilot_kernels.gpu.store import ring_slots as ring
 from kvpilot_kernels.gpu.store.kernel import StoreConfig
 
 BLOCK = 64
@@ -46,32 +45,31 @@ def stored_dim(dim: int) -> int:
     return formats.stored_dim(dim) or 0
 
 
-def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int, page: int = BLOCK,
+def decode_variant(name: str, dim: int, ratio: int, recent: bool, capability: int, page: int = BLOCK,
                    softcap: bool = False, tokens: int = 1) -> Variant:  # fmt: skip
     """Return the variant of decode that `GpuPages` launches for a format, head_dim and query heads per KV head."""
     fmt, queries = formats.parse(name), tuning.program_queries(dim, ratio, tokens)
-    kept = recent + tokens - 1 if recent else 0
-    key, value = side_layouts(fmt, dim, page, recent)
-    choice = tuning.choose(dim, queries, fmt.key.bits + fmt.value.bits, page, recent, divmod(capability, 10))
-    parts = [f"head_dim {dim}", f"{ratio} queries", tokens > 1 and f"of {tokens} tokens", recent and f"window {recent}",
+    residuals = fmt.residual_pages(dim, page) if recent else 0
+    key, value = side_layouts(fmt, dim, page, residuals)
+    choice = tuning.choose(dim, queries, fmt.key.bits + fmt.value.bits, page, residuals, divmod(capability, 10))
+    parts = [f"head_dim {dim}", f"{ratio} queries", tokens > 1 and f"of {tokens} tokens", recent and "window",
              page != BLOCK and f"blocks of {page}", softcap and "soft cap"]  # fmt: skip
     return Variant(
         "decode_kernel", name, ", ".join(part for part in parts if part), 1,
         {"C": DecodeConfig.of(
             key, queries, value_side=value, ratio=ratio, tile=choice.tile, stages=choice.stages, softcap=softcap,
-            recent=recent, ring_blocks=fmt.ring_blocks(kept, dim, page), several=tokens > 1,
-            overlap=False,
+            residuals=residuals, several=tokens > 1, overlap=False,
         )}, choice.registers,
     )  # fmt: skip
 
 
-def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
+def store_variant(name: str, dim: int, recent: bool, tokens: int) -> Variant:
     """Return the variant of `store` that `GpuPages` launches for this number of new tokens."""
     fmt = formats.parse(name)
     block = tuning.store_block(stored_dim(dim), tokens)
-    key, value = side_layouts(fmt, dim, BLOCK, recent)
+    key, value = side_layouts(fmt, dim, BLOCK, fmt.residual_pages(dim, BLOCK) if recent else 0)
     constants = {"C": StoreConfig(key, value, 8, 4, dim, block.tokens, False, False)}
-    parts = [f"head_dim {dim}", recent and f"window {recent}", f"{block.tokens} tokens in {block.warps} warps"]
+    parts = [f"head_dim {dim}", recent and "window", f"{block.tokens} tokens in {block.warps} warps"]
     return Variant("store_kernel", name, ", ".join(part for part in parts if part), block.warps, constants)
 
 
@@ -115,12 +113,12 @@ def prefill_variant(causal: bool, capability: int) -> Variant:
 
 
 def step_variants() -> list[Variant]:
-    """Return the variants of the plan kernel and the ring slots kernel, which do not depend on heads."""
+    """Return the variants of the plan kernel, which do not depend on heads."""
     cut = {"TILE": 64, "CHUNK": plan.CHUNK, "OWN": plan.OWN, "PER": plan.PER, "ROUNDS": plan.ROUNDS}
-    slot_constants = {"RECENT": 64, "RING": 39, "RING_BLOCKS": 2, "ROUNDS": 8, "TOKENS": ring.TOKENS}
-    return [Variant("plan_kernel", "any", "a token of a sequence", 4, cut | {"SEVERAL": False}),
-            Variant("plan_kernel", "any", "several tokens", 4, cut | {"SEVERAL": True}),
-            Variant("ring_slots_kernel", "any", "window 64", 4, slot_constants)]  # fmt: skip
+    return [
+        Variant("plan_kernel", "any", "a token of a sequence", 4, cut | {"SEVERAL": False}),
+        Variant("plan_kernel", "any", "several tokens", 4, cut | {"SEVERAL": True}),
+    ]
 
 
 def latent_variants(heads: int, capability: int, page: int = BLOCK) -> list[Variant]:
@@ -158,17 +156,17 @@ def every_variant(capability: int) -> list[Variant]:
     """
     found = step_variants()
     for dim in (80, 160):
-        found += [store_variant("k4v4", dim, 64, 1), merge_variant(dim)]
+        found += [store_variant("k4v4", dim, True, 1), merge_variant(dim)]
         found.append(gather_variant("k4v4", dim))
     for dim in formats.HEAD_DIMS:
         for name in formats.own_names():
-            windows = (0, 64) if formats.parse(name).has_ring else (0,)
+            windows = (False, True) if formats.parse(name).has_residuals else (False,)
             found += [decode_variant(name, dim, ratio, recent, capability) for ratio in (4, 8) for recent in windows]
             found += [decode_variant(name, dim, 4, recent, capability, tokens=4) for recent in windows]
             found += [store_variant(name, dim, recent, tokens) for recent in windows for tokens in STORED]
             found.append(gather_variant(name, dim))
-        found.append(decode_variant("k4v4", dim, 8, 64, capability, page=16))
-        found.append(decode_variant("k4v4", dim, 8, 64, capability, softcap=True))
+        found.append(decode_variant("k4v4", dim, 8, True, capability, page=16))
+        found.append(decode_variant("k4v4", dim, 8, True, capability, softcap=True))
         found += [reduce_variant(dim, *way, several) for _, way in tuning.MERGES[dim] for several in (False, True)]
     found += [prefill_variant(causal, capability) for causal in (True, False)]
     for heads in (8, 16, 20, 64, 128):
@@ -179,7 +177,7 @@ def every_variant(capability: int) -> list[Variant]:
 def few_variants(capability: int) -> list[Variant]:
     """Return the variants of every kernel for a few shapes, to save time.
 
-    - Decode has Llama-3-8B's shape in each format, with a window of 64, and Gemma's head_dim 256 in int8.
+    - Decode has Llama-3-8B's shape in each format, with a recent window, and Gemma's head_dim 256 in int8.
     - The other kernels have one or two shapes, because their resources hardly depend on the format.
     - Kernels for latents have 16 heads, and the dtype mla4.
     - Head dims 80 (padded), 192 (rows are stored in two parts) and 512 (Gemma 4) are included only for compute
@@ -189,21 +187,21 @@ def few_variants(capability: int) -> list[Variant]:
     """
     found = [*step_variants(), reduce_variant(128, 1, 32, 2), reduce_variant(128, 2, 8, 1, several=True)]
     for name in formats.own_names():
-        recent, dim = 64 if formats.parse(name).has_ring else 0, 256 if name == "int8" else 128
+        recent, dim = formats.parse(name).has_residuals, 256 if name == "int8" else 128
         found.append(decode_variant(name, dim, 4, recent, capability))
         if name in ("int8", "k4v4", "k2v2") and capability in (86, 90):
             found.append(store_variant(name, dim, recent, 1))
         if name in ("int8", "k4v4") and capability in (86, 90):
             found.append(gather_variant(name, dim))
-    found += [decode_variant("k4v4", 128, 4, 64, capability, tokens=4), prefill_variant(True, capability)]
+    found += [decode_variant("k4v4", 128, 4, True, capability, tokens=4), prefill_variant(True, capability)]
     *of_formats, prepare, merge = latent_variants(16, capability)[:-2]
     found += [one for one in of_formats if one.dtype == "mla4"] + [prepare, merge]
     if capability not in (86, 90):
         return found
-    found += [decode_variant("k4v4", dim, ratio, 64, capability) for dim, ratio in ((512, 8), (192, 4))]
+    found += [decode_variant("k4v4", dim, ratio, True, capability) for dim, ratio in ((512, 8), (192, 4))]
     found += [merge_variant(dim) for dim in (512, 256, 192, 80)]
-    found.append(store_variant("k4v4", 128, 64, STORED[1]))
+    found.append(store_variant("k4v4", 128, True, STORED[1]))
     if capability == 86:
         return found
-    found += [store_variant("k4v4", dim, 64, tokens) for dim in (512, 192, 80) for tokens in STORED]
+    found += [store_variant("k4v4", dim, True, tokens) for dim in (512, 192, 80) for tokens in STORED]
     return found + [gather_variant("k4v4", dim) for dim in (80, 192)]

@@ -27,9 +27,8 @@ from benchmarks.kernels import decode
 from benchmarks.kernels.decode import Case
 from benchmarks.kernels.timing import copy_rate, layers_for, microseconds
 from kvpilot_formats import formats
-from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.gpu.launch import tuning
-from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.launch.pages import Plan
 
 SHAPES = {
     **{
@@ -48,7 +47,7 @@ def tokens_of(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Ten
     heads = case.heads + 2 * case.kv_heads
     every = torch.randn(case.context, heads, case.dim, device=device, dtype=torch.bfloat16)
     query, key, value = every.split((case.heads, case.kv_heads, case.kv_heads), 1)
-    table = torch.randperm(case.context // BLOCK, device=device).int()[None]
+    table = 1 + torch.randperm(case.context // BLOCK, device=device).int()[None]
     return query, key, value, table
 
 
@@ -60,26 +59,15 @@ def slots_of(table: torch.Tensor) -> torch.Tensor:
 def ours(name: str, case: Case, device: torch.device, recent: int) -> dict[str, Any]:
     """Measure `store` and `gather` of our kernels in one format."""
     fmt = formats.parse(name)
-    recent = recent if fmt.has_ring else 0
-    shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, BLOCK, device, recent=recent)
     query, key, value, table = tokens_of(case, device)
-    row = fmt.row_bytes(case.dim)
-    size = case.context * case.kv_heads * row
-    caches = [torch.zeros(case.context // BLOCK, case.kv_heads, BLOCK, row, dtype=torch.uint8, device=device)
-              for _ in range(layers_for(size))]  # fmt: skip
-    ring = torch.zeros(max(1, shape.ring_blocks), case.kv_heads, BLOCK, row, dtype=torch.uint8, device=device)
-    factors = Factors.identity(case.kv_heads, case.dim, device)
-    pages = [GpuPages(cache, shape, factors, ring if recent else None) for cache in caches]
+    shape, pages = decode.random_layers(fmt, case, BLOCK, recent, table)
     plan, turn = Plan(shape, 1), iter(range(10**9))
     slots, ordinals = slots_of(table), torch.arange(1, case.context + 1, device=device).int()
-    places = torch.full_like(slots, -1) if recent else None
-    if places is not None:
-        places[-recent:] = torch.arange(recent, device=device)
     out = torch.empty(2, case.context, case.kv_heads, case.dim, device=device, dtype=torch.bfloat16)
 
     def store() -> None:
         at = pages[next(turn) % len(pages)]
-        at.store(query, key, value, slots, plan, 0, case.dim**-0.5, places, ordinals)
+        at.store(query, key, value, slots, plan, 0, case.dim**-0.5, ordinals)
 
     def gather() -> None:
         pages[next(turn) % len(pages)].gather(slots, ordinals, out[0], out[1])
@@ -87,8 +75,8 @@ def ours(name: str, case: Case, device: torch.device, recent: int) -> dict[str, 
     return {
         "store": microseconds(store),
         "gather": microseconds(gather),
-        "bytes": size + out.nbytes,
-        "recent": recent,
+        "bytes": decode.bytes_read(fmt, case) + out.nbytes,
+        "recent": recent if shape.residuals else 0,
     }
 
 
@@ -99,7 +87,7 @@ def vllms(dtype: str, case: Case, device: torch.device) -> dict[str, Any]:
     _, key, value, table = tokens_of(case, device)
     kind = torch.bfloat16 if dtype == "auto" else torch.uint8
     size = 2 * key.numel() * kind.itemsize
-    shape = (2, case.context // BLOCK, BLOCK, case.kv_heads, case.dim)
+    shape = (2, 1 + case.context // BLOCK, BLOCK, case.kv_heads, case.dim)
     caches = [torch.zeros(shape, dtype=kind, device=device) for _ in range(layers_for(size))]
     slots, one, turn = slots_of(table), torch.ones(1, device=device), iter(range(10**9))
 

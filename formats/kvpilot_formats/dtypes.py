@@ -1,7 +1,7 @@
 """All KV-cache dtypes: those of vLLM, ours, and ours for multi-head latent attention (MLA). Pure Python.
 
 `DTYPES` joins the tables `formats.FORMATS` and `latent.LATENT_FORMATS`. The classes of both tables have the attributes
-`ours`, `latent`, `has_ring`, `calibrated_only`, `bits_per_element` and `recent_tokens`.
+`ours`, `latent`, `has_residuals`, `calibrated_only`, `bits_per_element` and `recent_tokens`.
 """
 
 from collections.abc import Mapping

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from kvpilot_formats import layouts
-from kvpilot_formats.layouts import PageLayout, RingLayout
+from kvpilot_formats.layouts import PageLayout, ResidualLayout
 
 _Dtype = TypeVar("_Dtype")
 _Read = tuple[float | None, float | None]
@@ -150,12 +150,12 @@ class Format:
         return layouts.page(self.key.bits, self.value.bits, self.row_dim(head_dim), groups, block_size)
 
     @property
-    def has_ring(self) -> bool:
+    def has_residuals(self) -> bool:
         """True if a recent window makes this format more accurate: it is ours, with keys or values below 8 bits."""
         return self.ours and min(self.key.bits, self.value.bits) < 8
 
     def recent_tokens(self, asked: int | None = None, context: int | None = None) -> int:
-        """Return the size of the recent window in tokens; 0 if the format has no ring.
+        """Return the size of the recent window in tokens; 0 if the format has no residuals.
 
         If `asked` is None, return the default (`window`). But if `context`, in tokens, is given and shorter than the
         default, return the largest of `RECENT_CHOICES` that fits in it. Raise FormatError if `asked` is not one of
@@ -164,27 +164,35 @@ class Format:
         if asked is not None and asked not in RECENT_CHOICES:
             choices = ", ".join(map(str, RECENT_CHOICES))
             raise FormatError(f"recentTokens {asked} is not supported; use one of {choices}")
-        if not self.has_ring:
+        if not self.has_residuals:
             return 0
         if asked is not None:
             return asked
         most = self.window if context is None else min(self.window, context)
         return max(choice for choice in RECENT_CHOICES if choice <= most)
 
-    def ring_layout(self, head_dim: int, block_size: int) -> RingLayout:
-        """Return the layout of a ring's page, which is as large as a page of `block_size` tokens (see `layouts`)."""
+    def residual_layout(self, head_dim: int, block_size: int) -> ResidualLayout:
+        """Return the layout of a residual page, for blocks of `block_size` tokens (second table of `layouts`)."""
         page = self.page_layout(head_dim, block_size)
-        if not self.has_ring:
+        if not self.has_residuals:
             raise FormatError(f"kv-cache dtype {self.name!r} stores every token in 8 bits: set recentTokens to 0")
-        return layouts.ring(self.key.bits, self.value.bits, self.row_dim(head_dim), self.groups(head_dim), page.size)
+        return layouts.residual(
+            self.key.bits, self.value.bits, self.row_dim(head_dim), self.groups(head_dim), block_size, page.size
+        )
 
-    def ring_blocks(self, recent: int, head_dim: int, block_size: int) -> int:
-        """Return how many ring pages hold the residuals of a sequence's last `recent` tokens; 0 without a ring."""
+    def residual_pages(self, head_dim: int, block_size: int) -> int:
+        """Return how many residual pages refine a block of `block_size` tokens; 0 for a format without residuals."""
+        return -(-block_size // self.residual_layout(head_dim, block_size).tokens) if self.has_residuals else 0
+
+    def recent_blocks(self, recent: int, block_size: int) -> int:
+        """Return how many of a sequence's newest blocks always have its last `recent` tokens; 0 without a window."""
         if recent < 0:
             raise FormatError(f"recentTokens {recent} is not a number of tokens; use 0 for none, or 64")
-        if not recent or not self.has_ring:
-            return 0
-        return -(-recent // self.ring_layout(head_dim, block_size).tokens)
+        return -(-recent // block_size) + 1 if recent and self.has_residuals else 0
+
+    def recent_pages(self, recent: int, head_dim: int, block_size: int) -> int:
+        """Return how many residual pages the recent window of a long sequence takes."""
+        return self.recent_blocks(recent, block_size) * self.residual_pages(head_dim, block_size)
 
 
 def own(

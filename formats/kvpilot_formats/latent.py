@@ -67,7 +67,7 @@ class LatentFormat:
     ours: ClassVar[bool] = True
     latent: ClassVar[bool] = True
     calibrated_only: ClassVar[bool] = False
-    has_ring: ClassVar[bool] = False
+    has_residuals: ClassVar[bool] = False
 
     @property
     def row_bytes(self) -> int:
@@ -82,7 +82,7 @@ class LatentFormat:
         """Return 0, because formats of MLA have no recent window."""
         return 0
 
-    def ring_blocks(self, recent: int, head_dim: int, block_size: int) -> int:
+    def recent_pages(self, recent: int, head_dim: int, block_size: int) -> int:
         """Return 0, because formats of MLA have no recent window."""
         return 0
 

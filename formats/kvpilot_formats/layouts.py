@@ -1,4 +1,4 @@
-"""Byte layout of kvpilot's own formats: groups, pages and rings. Pure Python; `formats` lists the formats.
+"""Byte layout of kvpilot's own formats: groups, pages and residual pages. Pure Python; `formats` lists the formats.
 
 Group format (all data of a token is in its page; nothing depends on other tokens)
 -----------------------------------------------------------------------------------
@@ -30,39 +30,31 @@ region         offset in bytes                        shape, row-major          
 D is a multiple of 32 and T of 16, so every region starts at a multiple of 16 bytes. A group's metadata is contiguous
 over the tokens, so a kernel loads the scales of a tile as one vector.
 
-Ring layout (recent window: a ring buffer of pages that refines the codes of the last tokens to 8 bits)
--------------------------------------------------------------------------------------------------------
-A sequence's ring is a fixed number of pages, as large as the pages above, so one pool serves both. A ring page holds C
-tokens. The token at position p has row p mod (pages * C). Pages stay readable without the ring. A ring row only adds a
-residual r of 8 - b bits to each code of b bits, with n = 2^(8 - b). Codes of 8 bits get no residual::
+Residual pages (recent window: they refine the codes of one block's tokens to 8 bits)
+-------------------------------------------------------------------------------------
+A block may have n residual pages, which are as large as its page, so one pool serves both. Token t of the block has row
+t % C of residual page t // C, with C = ceil(T / n). n is the smallest number for which C rows fit in a page. A page
+stays readable without its residual pages. A residual row only adds a residual r of 8 - b bits to each code of b bits,
+with m = 2^(8 - b). Codes of 8 bits get no residual, and nobody reads their e::
 
-    x is read back as scale * (code - z) + scale * 2^e / n * (r - (n - 1) / 2)        e in 0..2 for a token's group
+    x is read back as scale * (code - z) + scale * 2^e / m * (r - (m - 1) / 2)        e in 0..2 for a token's group
 
 r is stored in digits of b bits, the highest first: one digit if b is 4, three if b is 2. A digit of all elements is
-packed like a row of codes. Each group i of the key and of the value has 16 bits for e and a tag, which is a hash of the
-token's row in the page::
+packed like a row of codes. A map from blocks to their residual pages tells which residuals belong to a block, so a
+residual row does not name its token (`kvpilot_kernels.residuals`).
 
-    meta = (h >> 18) << 2 | e        h = (0x9E3779B1 * u + 0x85EBCA77 * w) mod 2^32
-    w: the group's scale metadata        u: 16 bits of the row's packed codes, from byte i * row bytes / G on
-
-A reader uses a ring row only if its tags match the token's row in the page. Otherwise it reads the token with b bits.
-The reader compares the tags of groups 0 and 1 of key and value, or of the only group. So rings need no clearing. The
-ring row of another token matches with a probability of 2^-56 (2^-28 at D = 64). Its residual would then move an element
-by at most 2 scales.
-
-Regions of a ring page, with m = 8 / b - 1 digits of a key or of a value:
+Regions of a residual page, with d = 8 / b - 1 digits of a key or of a value:
 
 ===============  ================================================  ======================  ================
 region           offset in bytes                                   shape, row-major        element
 ===============  ================================================  ======================  ================
-`key_digits`     0                                                 [m, C, D * kb / 8]      packed digits, u8
-`value_digits`   C * D * (8 - kb) / 8                              [m, C, D * vb / 8]      packed digits, u8
-`meta`           C * D * (16 - kb - vb) / 8                        [2 * G, C]              u16, keys' first
+`key_digits`     0                                                 [d, C, D * kb / 8]      packed digits, u8
+`value_digits`   C * D * (8 - kb) / 8                              [d, C, D * vb / 8]      packed digits, u8
+`meta`           C * D * (16 - kb - vb) / 8                        [2 * G, C]              u16: e, keys' first
 (end)            C * (D * (16 - kb - vb) / 8 + 4 * G)              at most T * `row_bytes(D)`
 ===============  ================================================  ======================  ================
 
-C is the largest number that fits: at D = 128 and T = 64 it is 177 for `k8v4`, 64 for `k4v4`, 39 for `k4v2` and 23 for
-`k2v2`.
+At D = 128 and T = 64, n is 1 for `k8v4` and `k4v4`, 2 for `k4v2` (C = 32) and 3 for `k2v2` (C = 22).
 """
 
 from dataclasses import dataclass
@@ -85,7 +77,7 @@ GAIN_BITS = 2
 GAIN_LIMIT = 2.0
 """Largest factor by which the encoder stretches a scale. It bounds groups too small for a float16 scale."""
 
-RING_REACH = 0.6
+RESIDUAL_REACH = 0.6
 """Largest residual that a group's exponent e covers, in units of scale * 2^e. Clipped values need e = 1 or 2."""
 
 
@@ -110,11 +102,11 @@ class PageLayout:
 
 
 @dataclass(frozen=True)
-class RingLayout:
-    """Layout of a ring page of one KV head; see the second table of this module."""
+class ResidualLayout:
+    """Layout of a residual page of one KV head; see the second table of this module."""
 
     tokens: int
-    """Number of tokens of a ring page (C)."""
+    """Number of tokens of a residual page (C)."""
     key_digits: Region
     value_digits: Region
     meta: Region
@@ -143,15 +135,20 @@ def page(key_bits: int, value_bits: int, head_dim: int, groups: int, tokens: int
     )
 
 
-def ring(key_bits: int, value_bits: int, head_dim: int, groups: int, size: int) -> RingLayout:
-    """Return the layout of a ring page, with as many tokens as fit in `size` bytes (second table of this module).
+def residual(key_bits: int, value_bits: int, head_dim: int, groups: int, block_size: int, size: int) -> ResidualLayout:
+    """Return the layout of the residual pages of a block (second table of this module).
 
-    The other arguments are those of `page`.
+    Args:
+        key_bits, value_bits, head_dim, groups: as in `page`.
+        block_size: tokens of a block.
+        size: bytes of a page.
     """
-    tokens = size // (head_dim * (16 - key_bits - value_bits) // 8 + 4 * groups)
+    most = size // (head_dim * (16 - key_bits - value_bits) // 8 + 4 * groups)
+    pages = -(-block_size // most)
+    tokens = -(-block_size // pages)
     value_digits = tokens * head_dim * (8 - key_bits) // 8
     meta = value_digits + tokens * head_dim * (8 - value_bits) // 8
-    return RingLayout(
+    return ResidualLayout(
         tokens=tokens,
         key_digits=Region(0, (8 // key_bits - 1) * tokens, head_dim * key_bits // 8),
         value_digits=Region(value_digits, (8 // value_bits - 1) * tokens, head_dim * value_bits // 8),

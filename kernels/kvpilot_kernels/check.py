@@ -1,14 +1,15 @@
 """Checks of arguments before a kernel is launched, because a wrong shape could give a wrong answer without an error.
 
 Each check raises BadInputError, whose message names the argument, its value and the remedy. The checks `slots`,
-`tables` and `blocks` read values, so on a GPU they wait for the device. All other checks read only shapes, types and
-strides, so code for GPUs may call them in every step.
+`tables`, `blocks`, `newest` and `newest_ends` read values, so on a GPU they wait for the device. All other checks read
+only shapes, types and strides, so code for GPUs may call them in every step.
 """
 
 import torch
 
 from kvpilot_formats.formats import Format
 from kvpilot_formats.latent import RANK, ROPE, LatentFormat
+from kvpilot_kernels.residuals import Residuals
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
@@ -83,15 +84,39 @@ def one_slot_each(slot_mapping: torch.Tensor, rows: dict[str, torch.Tensor]) -> 
         raise BadInputError("slots", f"has {slot_mapping.shape[0]} entries for {counts}", "give one for each token")
 
 
-def ring(ring: torch.Tensor | None, cache: torch.Tensor, recent: int) -> None:
-    """Check that a ring is given exactly if `recent` > 0. Check that ring pages have the shape of `cache`'s pages."""
-    if recent < 0 or (ring is not None) != (recent > 0):
-        holds = f"is {recent} {'without' if ring is None else 'with'} a ring"
-        raise BadInputError("recent", holds, "give a ring and the tokens that it keeps, or neither")
-    if ring is not None and ring.shape[1:] != cache.shape[1:]:
-        raise BadInputError(
-            "ring", f"is {tuple(ring.shape)}", f"its pages need the shape of the cache's, {tuple(cache.shape[1:])}"
-        )
+def residuals(found: Residuals | None, cache: torch.Tensor, count: int) -> None:
+    """Check that a map of residual pages fits a layer's cache, or is None.
+
+    Args:
+        found: the map.
+        cache: the layer's pages; its first dimension counts blocks.
+        count: residual pages of a block (`Format.residual_pages`); 0 without a recent window.
+    """
+    if (found is not None) != (count > 0):
+        remedy = f"these pages have {count} residual pages a block: give the map if, and only if, that is above 0"
+        raise BadInputError("residuals", "is missing" if found is None else "is given", remedy)
+    if found is None:
+        return
+    for name, x, shape in (("pages", found.pages, (cache.shape[0], count)), ("newest", found.newest, (1,))):
+        if x.dtype != torch.int32 or tuple(x.shape) != shape or not x.is_contiguous() or x.device != cache.device:
+            holds = f"is {shown(x)} with strides {x.stride()} on {x.device}"
+            raise BadInputError(f"residuals.{name}", holds, f"give contiguous int32 {shape} on {cache.device}")
+
+
+def newest(newest: torch.Tensor) -> None:
+    """Check that the number of newest blocks that decode reads with residuals is not negative."""
+    if int(newest) < 0:
+        raise BadInputError("residuals.newest", f"is {int(newest)} blocks", "give 0 for none, or a positive number")
+
+
+def newest_ends(newest_ends: torch.Tensor | None, seq_lens: torch.Tensor) -> None:
+    """Check that `newest_ends` are integers [rows], none of them less than its row's `seq_lens`, or None."""
+    if newest_ends is None:
+        return
+    right = newest_ends.dtype in _INTEGERS and newest_ends.shape == seq_lens.shape
+    if not right or bool((newest_ends < seq_lens).any()):
+        remedy = "give integers, for each row of seq_lens the stored tokens of its sequence"
+        raise BadInputError("newest_ends", f"are {shown(newest_ends)} for seq_lens {shown(seq_lens)}", remedy)
 
 
 def inner_strides(head_dim: int, **named: torch.Tensor) -> None:
@@ -99,16 +124,6 @@ def inner_strides(head_dim: int, **named: torch.Tensor) -> None:
     for name, x in named.items():
         if x.stride()[1:] != (head_dim, 1):
             raise BadInputError(name, f"has strides {x.stride()}", "make heads and elements contiguous")
-
-
-def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, recent: int) -> None:
-    """Check that ring slots are int64 in the shape of `slot_mapping`, or None without a recent window."""
-    if (ring_slots is not None) != (recent > 0):
-        remedy = f"these pages were made with recent={recent}: give ring slots if, and only if, that is above 0"
-        raise BadInputError("ring_slots", "are missing" if recent else "are given", remedy)
-    if ring_slots is not None and (ring_slots.dtype != torch.int64 or ring_slots.shape != slot_mapping.shape):
-        remedy = f"give one int64 for each of the {slot_mapping.shape[0]} slots, -1 for a token outside the window"
-        raise BadInputError("ring_slots", f"are {shown(ring_slots)}", remedy)
 
 
 def ordinals(ordinals: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
@@ -123,21 +138,6 @@ def ordinals(ordinals: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
         raise BadInputError("ordinals", f"are {shown(ordinals)}", remedy)
 
 
-def ring_table(ring_table: torch.Tensor | None, sequences: int, ring_blocks: int) -> None:
-    """Check that the ring table is integers [sequences or more, ring_blocks], or None without a recent window."""
-    if (ring_table is not None) != (ring_blocks > 0):
-        remedy = (
-            f"a sequence has {ring_blocks} ring blocks here: give the table if, and only if, there is a recent window"
-        )
-        raise BadInputError("ring_table", "is missing" if ring_blocks else "is given", remedy)
-    if ring_table is None:
-        return
-    right = ring_table.dtype in _INTEGERS and ring_table.dim() == 2
-    if not right or ring_table.shape[0] < sequences or ring_table.shape[1] != ring_blocks:
-        remedy = f"give integers [{sequences}, {ring_blocks}], a negative one where a sequence has no block"
-        raise BadInputError("ring_table", f"is {shown(ring_table)}", remedy)
-
-
 def queries(query: torch.Tensor, kv_heads: int, head_dim: int) -> None:
     """Check that queries are floats [rows, heads, head_dim], and heads a multiple of kv_heads."""
     right = query.dtype in FLOATS and query.dim() == 3 and query.shape[2] == head_dim
@@ -146,11 +146,11 @@ def queries(query: torch.Tensor, kv_heads: int, head_dim: int) -> None:
         raise BadInputError("query", f"is {shown(query)}", remedy)
 
 
-def slots(slot_mapping: torch.Tensor, blocks: int, block_size: int, field: str = "slots") -> None:
+def slots(slot_mapping: torch.Tensor, blocks: int, block_size: int) -> None:
     """Check that slots to write to are below blocks * block_size. A negative slot is padding."""
     if slot_mapping.numel() and int(slot_mapping.max()) >= blocks * block_size:
         remedy = f"{blocks} blocks of {block_size} tokens end at slot {blocks * block_size - 1}: nothing was written"
-        raise BadInputError(field, f"name slot {int(slot_mapping.max())}", remedy)
+        raise BadInputError("slots", f"name slot {int(slot_mapping.max())}", remedy)
 
 
 def tables(block_table: torch.Tensor, seq_lens: torch.Tensor, blocks: int, block_size: int) -> None:
@@ -210,11 +210,12 @@ def several(starts: torch.Tensor, owners: torch.Tensor, most: int, seq_lens: tor
         raise BadInputError("owners", f"has {owners.shape[0]} rows", f"the plan has {rows}")
 
 
-def blocks(table: torch.Tensor, blocks: int, field: str) -> None:
-    """Check that a table names only blocks that exist. A negative entry means no block."""
-    if table.numel() and int(table.max()) >= blocks:
-        remedy = f"the cache has blocks 0 to {blocks - 1}; give -1 for none"
-        raise BadInputError(field, f"names block {int(table.max())}", remedy)
+def blocks(pages: torch.Tensor, blocks: int, field: str) -> None:
+    """Check that pages are among the cache's blocks. 0 means no page."""
+    if pages.numel() and not 0 <= int(pages.min()) <= int(pages.max()) < blocks:
+        wrong = pages[(pages < 0) | (pages >= blocks)]
+        remedy = f"the cache has blocks 0 to {blocks - 1}; give 0 for none"
+        raise BadInputError(field, f"names block {int(wrong[0])}", remedy)
 
 
 def sinks(found: torch.Tensor | None, heads: int) -> None:

@@ -15,7 +15,7 @@ from kvpilot_kernels import check
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.reference.hadamard import rotation
 from kvpilot_kernels.reference.quantize import decode, encode, pack, unpack, view_region
-from kvpilot_kernels.ring import RingPages
+from kvpilot_kernels.residuals import ResidualPages, Residuals
 from kvpilot_kernels.softmax import attention, softmax
 
 
@@ -27,13 +27,10 @@ class PackedPages:
         fmt: one of kvpilot's own formats.
         head_dim: elements of a key and of a value.
         factors: the layer's calibration factors, [kv_heads, head_dim] each; None without calibration.
-        ring: pages of the recent window's ring, shaped like `cache`. It may be the same tensor. None without a window.
-        recent: tokens of the window; 0 without a ring.
-        drafts: largest number of draft tokens in a step (see `RingPages`).
+        residuals: the engine's map of residual pages; None without a recent window.
 
     Raises:
-        BadInputError: the cache or the ring does not have the layout of `fmt`, or only one of `ring` and `recent` is
-            given.
+        BadInputError: the cache does not have the layout of `fmt`, or the map does not fit the cache.
         ValueError: the factors have another shape.
     """
 
@@ -43,12 +40,11 @@ class PackedPages:
         fmt: Format,
         head_dim: int,
         factors: Factors | None = None,
-        ring: torch.Tensor | None = None,
-        recent: int = 0,
-        drafts: int = 0,
+        residuals: Residuals | None = None,
     ) -> None:
         check.page_cache(cache, fmt, head_dim)
-        check.ring(ring, cache, recent)
+        if residuals is not None:
+            check.residuals(residuals, cache, fmt.residual_pages(head_dim, cache.shape[2]))
         if factors is not None and factors.key_mean.shape != (cache.shape[1], head_dim):
             raise ValueError(
                 f"factors of {tuple(factors.key_mean.shape)} do not fit a cache of [kv_heads, head_dim] = "
@@ -62,29 +58,24 @@ class PackedPages:
         self.key_meta, self.value_meta = (
             view_region(pages, x).view(torch.int16).transpose(2, 3) for x in (layout.key_meta, layout.value_meta)
         )
-        self.ring = RingPages(ring, fmt, head_dim, recent, drafts) if ring is not None else None
-        self.recent = recent
+        self.residuals = None
+        if residuals is not None:
+            self.residuals = ResidualPages(pages, fmt, head_dim, self.block_size, residuals)
 
     def store(
-        self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, ring_slots: torch.Tensor | None = None,
-        ordinals: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Rotate, quantize and write tokens.
+        self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, ordinals: torch.Tensor | None = None
+    ) -> None:
+        """Rotate, quantize and write tokens. Write residuals of tokens whose block has residual pages.
 
         Args:
             key, value: [tokens, kv_heads, head_dim], any float dtype.
             slots: int64 [tokens], block * block_size + offset in the block; a negative slot is padding.
-            ring_slots: int64 [tokens], from `ring.ring_slots`, negative for a token outside the window; None without a
-                ring.
             ordinals: int [tokens], each token's position in its sequence, counted from 1. Padding at the end may be
                 left out. None if no token is the first of its sequence.
         """
         check.tokens(key, value, slots, self.key_codes.shape[1], self.head_dim)
         check.slots(slots, self.key_codes.shape[0], self.block_size)
-        check.ring_slots(ring_slots, slots, self.recent)
         check.ordinals(ordinals, slots)
-        if self.ring is not None and ring_slots is not None:
-            check.slots(ring_slots, self.ring.blocks, self.ring.tokens, "ring_slots")
         key, value = key[: slots.shape[0]], value[: slots.shape[0]]
         first = torch.zeros(len(slots), dtype=torch.bool)
         if ordinals is not None:
@@ -92,9 +83,10 @@ class PackedPages:
         if slots.numel() and int(slots.min()) < 0:
             kept = slots >= 0
             key, value, slots, first = key[kept], value[kept], slots[kept], first[kept]
-            ring_slots = ring_slots[kept] if ring_slots is not None else None
         block = slots.div(self.block_size, rounding_mode="floor")
         place = slots - block * self.block_size
+        if self.residuals is not None:
+            check.blocks(self.residuals.map[block], self.key_codes.shape[0], "residuals.pages")
         group = self.fmt.group_size(self.head_dim)
         for x, side, bits, codes_at, meta_at in (
             (key, "key", self.fmt.key.bits, self.key_codes, self.key_meta),
@@ -108,11 +100,10 @@ class PackedPages:
                 x = (x - mean) * scale
             x = x @ self.rotation
             codes, meta = encode(x, bits, group)
-            packed = pack(codes, bits)
-            codes_at[block, :, place] = packed
+            codes_at[block, :, place] = pack(codes, bits)
             meta_at[block, :, place] = meta
-            if self.ring is not None and ring_slots is not None:
-                self.ring.store(int(side == "value"), x, codes, packed, meta, ring_slots)
+            if self.residuals is not None:
+                self.residuals.store(side, x, codes, meta, block, place)
 
     def decode(
         self,
@@ -121,35 +112,34 @@ class PackedPages:
         seq_lens: torch.Tensor,
         scale: float,
         softcap: float = 0.0,
-        ring_table: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
+        newest_ends: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return attention of one query token per sequence to all stored tokens of its sequence, including itself.
+        """Return attention of query tokens, one per row, to the tokens of their sequences, including themselves.
 
-        The last `recent` tokens are read with 8 bits if the ring still holds their residuals.
+        The newest blocks of a sequence are read with 8 bits if they have residual pages.
 
         Args:
-            query: [sequences, heads, head_dim]; heads is a multiple of kv_heads.
-            block_table: int [sequences, blocks]; entries past a sequence's length are not read.
-            seq_lens: int [sequences], tokens stored, at least 1.
+            query: [rows, heads, head_dim]; heads is a multiple of kv_heads.
+            block_table: int [rows, blocks]; entries past a row's length are not read.
+            seq_lens: int [rows], tokens to attend to, at least 1.
             scale: factor on the scores.
             softcap: 0 for none, else scores become cap * tanh(score / cap).
-            ring_table: int [sequences, ring_blocks], negative for no block; None without a ring.
             sinks: [heads], logits of attention sinks, which take part of the softmax weight but have no value; None
                 without sinks.
+            newest_ends: int [rows], stored tokens of each row's sequence, which has more rows for drafts; None for
+                `seq_lens`.
 
         Returns:
-            float32 [sequences, heads, head_dim].
+            float32 [rows, heads, head_dim].
         """
         check.queries(query, self.key_codes.shape[1], self.head_dim)
         check.tables(block_table, seq_lens, self.key_codes.shape[0], self.block_size)
-        check.ring_table(ring_table, len(seq_lens), self.ring.per_sequence if self.ring else 0)
-        if self.ring is not None and ring_table is not None:
-            check.blocks(ring_table, self.ring.blocks, "ring_table")
+        check.newest_ends(newest_ends, seq_lens)
         blocks = -(-int(seq_lens.max()) // self.block_size)
         table = block_table[:, :blocks]
         length = blocks * self.block_size
-        # Dimensions in comments: S sequences, H KV heads, L tokens.
+        # Dimensions in comments: S rows, H KV heads, L tokens.
         past = torch.arange(length)[None, :] >= seq_lens[:, None]  # [S, L]
         # Table entries past a sequence's end are arbitrary, so point them at a valid block.
         table = table.masked_fill(past[:, :: self.block_size], 0)
@@ -164,12 +154,8 @@ class PackedPages:
             level = (q * self.factors.key_mean[:, None]).sum(-1, keepdim=True).mul_(scale)
             q = q / self.factors.key_scale[:, None]
         q = (q @ self.rotation).mul_(scale)  # [S, H, queries, D]
-        keys, values = self._rows("key", table), self._rows("value", table)
-        if self.ring is not None and ring_table is not None:
-            at, fine = self._recent(self.ring, table, seq_lens, ring_table)
-            for rows, added in zip((keys, values), fine, strict=True):
-                if added is not None:  # `added` is 0 for tokens that the ring does not have
-                    rows.scatter_add_(2, at[:, None, :, None].expand_as(added), added)
+        recent = self._recent(table, seq_lens if newest_ends is None else newest_ends)
+        keys, values = (self._rows(side, table, recent) for side in ("key", "value"))
         scores = q @ keys.mT  # [S, H, queries, L]
         if apart is not None:
             scores[..., 0] += apart
@@ -247,27 +233,33 @@ class PackedPages:
                 back[:1] += self.factors.key_first - mean
         return back
 
-    def _recent(
-        self, ring: RingPages, table: torch.Tensor, seq_lens: torch.Tensor, ring_table: torch.Tensor
-    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Return the positions of the window's tokens, int64 [S, recent], and their residuals (`RingPages.fine_rows`).
+    def _recent(self, table: torch.Tensor, ends: torch.Tensor) -> torch.Tensor | None:
+        """Return True for blocks of `table` to read with residuals, [rows, blocks]; None without a recent window.
 
-        Positions before the start of a sequence are 0, and have no residuals.
+        `ends` has the stored tokens of each row's sequence.
         """
-        positions = seq_lens[:, None].long() - self.recent + torch.arange(self.recent)
-        at = positions.clamp(min=0)
-        block = table.long().gather(1, at // self.block_size)
-        pages = [
-            (codes[block, :, at % self.block_size], meta[block, :, at % self.block_size])
-            for codes, meta in ((self.key_codes, self.key_meta), (self.value_codes, self.value_meta))
-        ]
-        return at, ring.fine_rows(positions, ring_table, pages)
+        if self.residuals is None:
+            return None
+        check.newest(self.residuals.newest)
+        pages = self.residuals.map[table]
+        check.blocks(pages, self.key_codes.shape[0], "residuals.pages")
+        first = (ends + self.block_size - 1) // self.block_size - self.residuals.newest
+        return (torch.arange(table.shape[1]) >= first[:, None]) & (pages[..., 0] > 0)
 
-    def _rows(self, side: str, table: torch.Tensor) -> torch.Tensor:
-        """Return keys or values of sequences in the rotated space: float32 [sequences, kv_heads, tokens, D]."""
+    def _rows(self, side: str, table: torch.Tensor, recent: torch.Tensor | None = None) -> torch.Tensor:
+        """Return keys or values in the rotated space, float32 [rows, kv_heads, tokens, D].
+
+        `recent` is True for blocks to read with residuals, [rows, blocks]; None for no block.
+        """
         codes, meta, bits = {
             "key": (self.key_codes, self.key_meta, self.fmt.key.bits),
             "value": (self.value_codes, self.value_meta, self.fmt.value.bits),
         }[side]
-        rows, meta = (x[table].transpose(1, 2).flatten(2, 3) for x in (codes, meta))
-        return decode(unpack(rows, bits), meta, bits)
+        rows, scales = (x[table].transpose(1, 2).flatten(2, 3) for x in (codes, meta))
+        rows = decode(unpack(rows, bits), scales, bits)
+        if self.residuals is not None and recent is not None:
+            row, at = recent.nonzero(as_tuple=True)
+            added = self.residuals.read(side, table[row, at], meta[table[row, at]])
+            if added is not None:
+                rows.view(*rows.shape[:2], recent.shape[1], self.block_size, -1)[row, :, at] += added
+        return rows

@@ -10,7 +10,7 @@ import logging
 import os
 from typing import Any
 
-from kvpilot_formats import formats, latent
+from kvpilot_formats import dtypes, formats, latent
 from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_runtime.config import options
 from kvpilot_runtime.metrics import model_info
@@ -79,6 +79,11 @@ def serve_dtype(dtype: str) -> None:
         hooks.route_backends(hooks.CUDA if platform == "cuda" else hooks.CPU, paths)
         hooks.share_pages(tuple(paths))
         hooks.around_kv_cache(settle, serve)
+        if dtypes.parse(dtype).has_residuals:
+            from kvpilot_runtime.recent import residual_maps, residual_pool
+
+            residual_pool.require()
+            hooks.carry_residual_pages(residual_pool.extend, residual_pool.changes, residual_maps.refine)
         hooks.around_connectors(terms.connector_class)
         if not compat.lacks(pinned=True):
             hooks.around_layout(terms.layout)
@@ -110,32 +115,28 @@ def settle(worker: Any) -> None:
     """
     from kvpilot_runtime.backends.packed import our_layers, refuse_unsupported_options
     from kvpilot_runtime.calibration import at_start
-    from kvpilot_runtime.recent import ring_layers
+    from kvpilot_runtime.recent import window
 
     if layers := our_layers(worker.vllm_config):
         # Refuse unsupported options now, because an unsupported KV connector would later fail with an unclear message.
         refuse_unsupported_options(worker.vllm_config)
     at_start.calibrate(worker, layers)
-    ring_layers.report(worker.vllm_config, layers)
+    if layers:
+        window.report(worker.vllm_config)
 
 
 def serve(worker: Any) -> None:
     """Prepare a worker that has its KV cache: check its pages, and give the KV connector the engine's `terms.Terms`.
 
     Raises:
-        UnsupportedModelError: as `refuse_other_groups` does.
+        UnsupportedModelError: as `make_maps` does.
         UnsupportedEngineError: as `page_check.check` and the connector's `agree` do.
     """
-    from kvpilot_runtime import speculation
     from kvpilot_runtime.backends import page_check
-    from kvpilot_runtime.backends.packed import our_layers
+    from kvpilot_runtime.backends.packed import make_maps, our_layers
     from kvpilot_runtime.transfer import terms
 
     layers = our_layers(worker.vllm_config)
-    drafting = {name for name, layer in layers.items() if layer.impl.drafting}
-    if drafting:
-        speculation.refuse_other_groups(
-            worker.vllm_config, worker.model_runner.kv_cache_config.kv_cache_groups, drafting
-        )
+    make_maps(layers.values(), worker.model_runner.kv_cache_config.num_blocks)
     page_check.check(worker)
     terms.agree(worker, layers)

@@ -4,8 +4,7 @@ One causal pass over prompt and answer gives the logits of each step. The *codec
 tensors, and reads them back. An engine computes the same values token by token from its pages, because every token is
 quantized on its own. But for this, prefill must also read a chunk's own tokens from pages (KVPILOT_PREFILL_FROM_PAGES).
 
-With a recent window the oracle needs a record of the engine's steps. Only a step of one token reads the window. The
-window holds only tokens that were stored after the sequence got a ring (the window's buffer).
+With a recent window the oracle needs a record of the engine's steps: which tokens each query read with residuals.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,13 +45,12 @@ class Oracle:
         folder: the model.
         dtype: one of our formats, or `auto` for no codec. Latent formats are for DeepSeek V2's attention.
         factors: a calibration, layer by layer.
-        recent: tokens of the recent window.
         seen: function that returns a mask for a number of tokens, bool [queries, keys], True if the query attends to
             the key. A query must attend to itself. None if queries attend to all earlier keys.
     """
 
     def __init__(
-        self, folder: Path, dtype: str, factors: Sequence[Factors] | None = None, recent: int = 0,
+        self, folder: Path, dtype: str, factors: Sequence[Factors] | None = None,
         seen: Callable[[int], torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         # Use one thread, like the engine under test: another order of sums would round some values to other codes.
@@ -63,7 +61,7 @@ class Oracle:
         self._random, self._jitter = torch.Generator().manual_seed(0), 0.0
         self._misread: int | None = None
         self._seen = seen
-        self._recent, self._fine = recent, torch.zeros(0, 0, dtype=torch.bool)
+        self._fine: torch.Tensor | None = None
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
         self._spans: tuple[tuple[int, int], ...] = ()
         sees = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
@@ -78,7 +76,7 @@ class Oracle:
     @torch.inference_mode()
     def shortfalls(
         self, prompt: list[int], answer: list[int], *, jitter: float = 0.0, misread: int | None = None,
-        rings: Sequence[int | None] = (), picture: Picture | None = None,
+        fine: torch.Tensor | None = None, picture: Picture | None = None,
     ) -> list[float]:  # fmt: skip
         """Return how far each answer token's logit is below the best logit of its step; 0 if it is the best.
 
@@ -87,11 +85,11 @@ class Oracle:
                 a neighbouring code, as sums in another order do.
             misread: token at which to simulate a paging fault: in place of the 16 tokens from this one on, layers read
                 the 16 tokens before it.
-            rings: by position, the first token that the ring held when the engine computed the position. None, or a
-                missing position, means that the engine computed it without the ring, in a step of several tokens.
+            fine: keys that the engine read with residuals, bool [queries, keys] for the tokens of prompt and answer.
+                None for no key.
             picture: the prompt's image.
         """
-        logits = self._logits(prompt, answer, jitter, misread, rings, picture)
+        logits = self._logits(prompt, answer, jitter, misread, fine, picture)
         chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
         below: list[float] = (logits.amax(1) - chosen).tolist()
         return below
@@ -120,13 +118,13 @@ class Oracle:
 
     def _logits(
         self, prompt: list[int], answer: list[int], jitter: float = 0.0, misread: int | None = None,
-        rings: Sequence[int | None] = (), picture: Picture | None = None,
+        fine: torch.Tensor | None = None, picture: Picture | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Return the logits that predict each answer token, float64 [tokens, vocabulary]."""
         self._jitter, self._misread, self._spans = jitter, misread, picture.spans if picture else ()
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
         tokens = torch.tensor([prompt + answer[:-1]])
-        self._fine = self._fine_keys(tokens.shape[1], rings)
+        self._fine = None if fine is None else fine[: tokens.shape[1], : tokens.shape[1]]
         # Count positions from 0, as vLLM does. PaliGemma's default of 1 would change the codes of keys.
         places = torch.arange(tokens.shape[1])[None]
         shown = {"pixel_values": picture.pixels, "position_ids": places} if picture else {}
@@ -135,7 +133,7 @@ class Oracle:
 
     def sound(
         self, prompt: list[int], answer: list[int], *, misread: int | None = None, rounds: int = 100,
-        rings: Sequence[int | None] = (), judged: slice = slice(None), picture: Picture | None = None,
+        fine: torch.Tensor | None = None, judged: slice = slice(None), picture: Picture | None = None,
     ) -> bool:  # fmt: skip
         """Return True if each judged answer token has a logit at most `SLACK` below the best one of its step.
 
@@ -148,17 +146,9 @@ class Oracle:
         answers with a misread block.
         """
         jitters = (0.0, *(1e-6, 1e-5, 1e-4) * rounds)
-        how: dict[str, Any] = {"misread": misread, "rings": rings, "picture": picture}
+        how: dict[str, Any] = {"misread": misread, "fine": fine, "picture": picture}
         draws = (self.shortfalls(prompt, answer, jitter=jitter, **how) for jitter in jitters)
         return any(max(below[judged]) <= SLACK for below in draws)
-
-    def _fine_keys(self, length: int, rings: Sequence[int | None]) -> torch.Tensor:
-        """Return a mask, bool [queries, keys], of the keys that a query reads from the recent window."""
-        fine = torch.zeros(length, length, dtype=torch.bool)
-        for at, first in enumerate(rings[:length]):
-            if first is not None and self._recent:
-                fine[at, max(first, at + 1 - self._recent) : at + 1] = True
-        return fine
 
     def _attention(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *, scaling: float,
@@ -179,13 +169,13 @@ class Oracle:
                 return (round_trip(x, codec, side, factors, recent).transpose(1, 2).float() for side, x in moved)
 
             key, value = read(recent=False)
-            if self._fine.any():
+            if self._fine is not None and self._fine.any():
                 if softcap is not None or s_aux is not None or chunk:
                     raise ValueError(
-                        "the oracle has no recent window for models with soft caps, sinks or chunks; use recent=0"
+                        "the oracle reads no residuals of models with soft caps, sinks or chunks; give no fine keys"
                     )
                 fine_key, fine_value = read(recent=True)
-                return self._with_window(query, (key, value), (fine_key, fine_value), scaling), None
+                return _with_window(query, (key, value), (fine_key, fine_value), self._fine, scaling), None
         if (at := self._misread) is not None:
             key, value = (x.index_copy(2, torch.arange(at, at + 16), x[:, :, at - 16 : at]) for x in (key, value))
         far = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])[None, :]
@@ -213,23 +203,6 @@ class Oracle:
 
         return from_codec
 
-    def _with_window(
-        self, query: torch.Tensor, plain: tuple[torch.Tensor, torch.Tensor], fine: tuple[torch.Tensor, torch.Tensor],
-        scaling: float,
-    ) -> torch.Tensor:  # fmt: skip
-        """Compute causal attention in which a query reads the tokens of the recent window with more bits.
-
-        `plain` and `fine` are keys and values without and with their residuals, each [1, kv_heads, tokens, D].
-        """
-        repeat = query.shape[1] // plain[0].shape[1]
-        (key, value), (near_key, near_value) = (
-            [x.repeat_interleave(repeat, 1) for x in pair] for pair in (plain, fine)
-        )
-        scores = torch.where(self._fine, query @ near_key.transpose(2, 3), query @ key.transpose(2, 3)) * scaling
-        past = torch.ones(scores.shape[-2:], dtype=torch.bool).tril_()
-        p = scores.masked_fill(~past, -torch.inf).softmax(-1)
-        return ((p * self._fine) @ near_value + (p * ~self._fine) @ value).transpose(1, 2)
-
     def _moved(self, x: torch.Tensor) -> torch.Tensor:
         return x + x * torch.randn(x.shape, generator=self._random) * self._jitter if self._jitter else x
 
@@ -239,6 +212,24 @@ def _chunk_of(layer: Any) -> int:
     config = layer.config
     chunked = (getattr(config, "layer_types", None) or {layer.layer_idx: ""})[layer.layer_idx] == "chunked_attention"
     return int(config.attention_chunk_size) if chunked else 0
+
+
+def _with_window(
+    query: torch.Tensor, plain: tuple[torch.Tensor, torch.Tensor], refined: tuple[torch.Tensor, torch.Tensor],
+    fine: torch.Tensor, scaling: float,
+) -> torch.Tensor:  # fmt: skip
+    """Compute causal attention that reads some keys and values with residuals.
+
+    Args:
+        plain, refined: keys and values without and with their residuals, each [1, kv_heads, tokens, D].
+        fine: bool [queries, keys], True for keys to read with residuals.
+    """
+    repeat = query.shape[1] // plain[0].shape[1]
+    (key, value), (near_key, near_value) = ([x.repeat_interleave(repeat, 1) for x in pair] for pair in (plain, refined))
+    scores = torch.where(fine, query @ near_key.transpose(2, 3), query @ key.transpose(2, 3)) * scaling
+    past = torch.ones(scores.shape[-2:], dtype=torch.bool).tril_()
+    p = scores.masked_fill(~past, -torch.inf).softmax(-1)
+    return ((p * fine) @ near_value + (p * ~fine) @ value).transpose(1, 2)
 
 
 def _plain(

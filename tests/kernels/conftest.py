@@ -28,7 +28,6 @@ try:
     from kvpilot_kernels.gpu.mla import decode as latent_decode
     from kvpilot_kernels.gpu.mla import pages as latent_pages
     from kvpilot_kernels.gpu.prefill import head512  # noqa: F401 - interpreted
-    from kvpilot_kernels.gpu.store import ring_slots  # noqa: F401 - interpreted
     from support.gluon_eager import EagerKernel
     from support.interpreter import mend
 finally:

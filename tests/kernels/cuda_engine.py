@@ -78,6 +78,7 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     monkeypatch.setattr(packed, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(packed, "calibration_of", lambda _config: None)
+    monkeypatch.setattr(packed, "window", lambda _config: 0)
     # Use small tiles and a wave of 2 programs per KV head.
     monkeypatch.setattr(tuning, "choose", lambda *_: Choice(16, 2, 4))
     monkeypatch.setattr(tuning, "FEW_TOKENS", 4)  # With this setting, steps use all block sizes of `store`.
@@ -91,7 +92,6 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(
         module, "workspace_bytes", lambda _part: 4 * KV_HEADS * DIM * 64
     )  # A small workspace, so that contexts come in many chunks.
-    monkeypatch.setattr(packed, "get_forward_context", lambda: STEP)
     whole = cuda_steps.CudaBuilder.warm_up
     monkeypatch.setattr(cuda_steps.CudaBuilder, "warm_up", lambda builder: warm_up(builder, whole))
     return module
@@ -118,10 +118,6 @@ class FirstProgram:
         return self.kernel[1, 1, 1]
 
 
-STEP = SimpleNamespace(attn_metadata=None)
-"""vLLM's forward context of the current step."""
-
-
 class Engine:
     """Sequences that grow step by step in one layer of the backend. A reference implementation checks every output."""
 
@@ -134,9 +130,10 @@ class Engine:
         """
         from kvpilot_runtime.backends import packed
 
-        self.dim, self.width, self.recent, self.drafts, self.chunk = dim, width, recent, drafts, chunk
+        self.dim, self.width, self.drafts, self.chunk = dim, width, drafts, chunk
         speculation = SimpleNamespace(method="ngram", num_speculative_tokens=drafts) if drafts else None
-        vars(packed)["get_current_vllm_config"]().speculative_config = speculation
+        known = vars(packed)["get_current_vllm_config"]()
+        known.speculative_config = speculation
         self.fmt, self.rng = formats.parse(name), generator(11)
         self.heads, self.sinks = heads, sinks
         self.impl = module.CudaImpl(heads, self.dim, self.dim**-0.5, KV_HEADS, None, None, name, sinks=sinks)
@@ -156,6 +153,7 @@ class Engine:
             )
             other.recent = recent
             layers["y"] = SimpleNamespace(impl=other, layer_name="model.layers.1.self_attn.attn")
+        known.compilation_config.static_forward_context = layers
         self.layers = list(layers.values())
         # Only the first key has its own mean, so every step must know where position 0 is.
         self.factors = Factors.identity(KV_HEADS, self.dim)
@@ -180,15 +178,7 @@ class Engine:
         self.cache = poisoned(blocks, KV_HEADS, BLOCK, self.fmt, self.dim)
         self.free = list(range(1, blocks))
         self.tables: dict[str, list[int]] = {}
-        self.ring_tables: dict[str, list[int]] = {}
-        if recent:
-            # Ring pages come from the same pool as KV pages.
-            for one in self.layers:
-                one.impl.ring = SimpleNamespace(kv_cache=self.cache, layer_name="ring")
-            kept = recent + drafts
-            spec = SimpleNamespace(kept=kept, ring_blocks=self.fmt.ring_blocks(kept, self.dim, BLOCK),
-                                   ring_tokens=self.fmt.ring_layout(self.dim, BLOCK).tokens)  # fmt: skip
-            self.ring_builder = module.CudaRingBuilder(spec, ["x"], config, torch.device("cpu"))
+        self.residuals = self.impl.residuals(self.cache)
         self.keys: dict[str, torch.Tensor] = {}
         self.values: dict[str, torch.Tensor] = {}
 
@@ -224,6 +214,7 @@ class Engine:
             blocks = self.tables.setdefault(name, [])
             while len(blocks) * BLOCK < len(self.keys[name]):
                 blocks.append(self.free.pop())
+                self.refine(blocks[-1])
             table[i, : len(blocks)] = torch.tensor(blocks)
             places = range(before[name], before[name] + count)
             slots += [blocks[p // BLOCK] * BLOCK + p % BLOCK for p in places]
@@ -243,7 +234,6 @@ class Engine:
         )  # fmt: skip
         out = torch.full((total + padding, self.heads * self.dim), torch.nan)
         meta = self.builder.build(0, common)
-        STEP.attn_metadata = {"ring": self.rings(common, list(new))} if self.recent else None
         new_tokens: tuple[torch.Tensor | None, ...] = fresh_k, fresh_v
         for one in self.layers:  # only the last layer's output is checked
             one.impl.forward(one, query, *new_tokens, self.cache, meta, out.fill_(torch.nan).view(query.shape))
@@ -259,8 +249,8 @@ class Engine:
                 ends = range(first + 1 - seen, end + 1 - seen)
                 each = [(query[at + i], keys[:end], values[:end]) for i, end in enumerate(ends)]
                 wanted = torch.stack([
-                    self.with_window(*one) if self.recent
-                    else decode_reference(*one, self.fmt, scale, self.factors, sinks=self.sinks)
+                    decode_reference(*one, self.fmt, scale, self.factors, sinks=self.sinks) if self.residuals is None
+                    else self.with_window(name, *one)
                     for one in each
                 ])  # fmt: skip
             elif len(self.layers) > 1:
@@ -292,20 +282,17 @@ class Engine:
                 yield name, seen, first, end, decodes
                 first = end
 
-    def rings(self, common: Any, names: list[str]) -> Any:
-        """Build the step's metadata of the ring layers. Sequences get ring pages as they grow."""
-        blocks, tokens = self.ring_builder.kv_cache_spec.ring_blocks, self.ring_builder.kv_cache_spec.ring_tokens
-        table = torch.zeros(len(names), max(self.width, blocks), dtype=torch.int32)
-        for i, name in enumerate(names):
-            own = self.ring_tables.setdefault(name, [])
-            while len(own) < min(-(-len(self.keys[name]) // tokens), blocks):
-                own.append(self.free.pop())
-            table[i, : len(own)] = torch.tensor(own)
-        return self.ring_builder.build(0, SimpleNamespace(**{**vars(common), "block_table_tensor": table}))
+    def refine(self, block: int) -> None:
+        """Give a new block residual pages, from the same pool. Leave out every third block of the cache."""
+        if self.residuals is not None and block % 3:
+            pages = self.residuals.pages[block]
+            pages.copy_(torch.tensor([self.free.pop() for _ in pages]))
 
-    def with_window(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Compute one query's attention. The last `recent` tokens come from the ring, the others from pages."""
-        near = (torch.arange(len(keys)) >= len(keys) - self.recent)[:, None, None]
+    def with_window(self, name: str, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Compute one query's attention. The newest blocks are read with residuals if they have residual pages."""
+        block = torch.arange(len(keys)) // BLOCK
+        near = block >= -(-len(self.keys[name]) // BLOCK) - int(self.residuals.newest)
+        near = (near & (self.residuals.pages[torch.tensor(self.tables[name])[block], 0] > 0))[:, None, None]
 
         def read(x: torch.Tensor, side: str) -> torch.Tensor:
             fine, coarse = (round_trip(x, self.fmt, side, self.factors, recent) for recent in (True, False))

@@ -1,4 +1,4 @@
-"""Sequences with a recent window, in pages and rings of one pool. The CPU or the GPU code stores them."""
+"""Sequences with a recent window, in blocks and residual pages of one pool. The CPU or the GPU code stores them."""
 
 from dataclasses import dataclass, field
 
@@ -8,44 +8,49 @@ from kvpilot_formats import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.reference.attention import attend, round_trip
-from kvpilot_kernels.ring import ring_slots
+from kvpilot_kernels.residuals import Residuals
 from support.gpu_batch import generator, ordinals, poisoned, some_factors
 
 
 @dataclass
 class Sequences:
-    """Keys and values of sequences, and the tokens in their rings.
+    """Keys and values of sequences. Some of their blocks have residual pages.
 
     Attributes:
-        cache: pages and rings, as blocks of one pool; every unwritten byte is 0xFF.
+        newest: how many of a sequence's newest blocks decode reads with residuals.
+        mapped: chance that a block has residual pages from the start.
+        cache: blocks and residual pages of one pool; every unwritten byte is 0xFF.
         table: int32 [sequences, blocks].
-        ring_table: int32 [sequences, ring_blocks].
-        drafts: largest number of draft tokens in a step; the rings have room for them.
+        residuals: the map from blocks to residual pages.
+        free: ids of residual pages that no block has.
         keys, values: [length, kv_heads, dim] for each sequence.
-        fine: bool [length] for each sequence, True for tokens written to the ring.
-        plain: keys and values as read from pages, float64 [2, length, kv_heads, dim] for each sequence.
-        refined: the same, as read from the ring.
+        fine: bool [length] for each sequence, True for tokens that were stored with residuals.
+        plain: keys and values as read without residuals, float64 [2, length, kv_heads, dim] for each sequence.
+        refined: the same, as read with residuals.
     """
 
     name: str
     dim: int
     lengths: list[int]
-    recent: int
+    newest: int
     seed: int
     kv_heads: int = 2
     ratio: int = 2
     block_size: int = 16
     calibrated: bool = False
-    drafts: int = 0
+    mapped: float = 1.0
     rng: torch.Generator = field(init=False)
 
     def __post_init__(self) -> None:
         self.rng, self.fmt, self.scale = generator(self.seed), formats.parse(self.name), self.dim**-0.5
         count, per = len(self.lengths), -(-max(self.lengths) // self.block_size)
-        rings = self.fmt.ring_blocks(self.recent + self.drafts, self.dim, self.block_size)
-        self.cache = poisoned(1 + count * (per + rings), self.kv_heads, self.block_size, self.fmt, self.dim)
-        blocks = 1 + torch.randperm(count * (per + rings), generator=self.rng).int()
-        self.table, self.ring_table = blocks[: count * per].view(count, per), blocks[count * per :].view(count, rings)
+        n = self.fmt.residual_pages(self.dim, self.block_size)
+        blocks = 1 + torch.randperm(count * per * (1 + n), generator=self.rng).int()
+        self.cache = poisoned(1 + len(blocks), self.kv_heads, self.block_size, self.fmt, self.dim)
+        self.table, self.free = blocks[: count * per].view(count, per), blocks[count * per :].tolist()
+        self.residuals = Residuals(
+            torch.zeros(len(self.cache), n, dtype=torch.int32), torch.tensor([self.newest], dtype=torch.int32)
+        )
         self.factors = Factors.identity(self.kv_heads, self.dim)
         if self.calibrated:
             self.factors = some_factors(self.kv_heads, self.dim, self.rng)
@@ -56,53 +61,37 @@ class Sequences:
         self.plain, self.refined = (
             [torch.full((2, *key.shape), torch.nan, dtype=torch.float64) for key in self.keys] for _ in "pr"
         )
-        self.ring_tokens = self.fmt.ring_layout(self.dim, self.block_size).tokens
-        self.cpu = PackedPages(
-            self.cache, self.fmt, self.dim, self.factors, ring=self.cache, recent=self.recent, drafts=self.drafts
-        )
+        self.cpu = PackedPages(self.cache, self.fmt, self.dim, self.factors, self.residuals)
+        for sequence, block in torch.nonzero(torch.rand(count, per, generator=self.rng) < self.mapped).tolist():
+            self.claim(sequence, block)
+
+    def claim(self, sequence: int, block: int) -> None:
+        """Give free residual pages to a block of a sequence."""
+        n = self.residuals.pages.shape[1]
+        pages, self.free = self.free[:n], self.free[n:]
+        self.residuals.pages[self.table[sequence, block]] = torch.tensor(pages, dtype=torch.int32)
+
+    def give_up(self, sequence: int, block: int) -> None:
+        """Take a block's residual pages. The next claim gets them, with the residuals that they hold."""
+        pages = self.residuals.pages[self.table[sequence, block]]
+        self.free = pages.tolist() + self.free
+        pages.zero_()
+        self.fine[sequence][block * self.block_size : (block + 1) * self.block_size] = False
 
     def slots(self, sequence: int, begin: int, end: int) -> torch.Tensor:
-        """Return the slots of tokens [begin, end) in the pages, int64 [end - begin]."""
+        """Return the slots of tokens [begin, end), int64 [end - begin]."""
         at = torch.arange(begin, end)
         return self.table[sequence].long()[at // self.block_size] * self.block_size + at % self.block_size
 
-    def ring_slots(self, sequence: int, begin: int, end: int) -> torch.Tensor:
-        """Return the ring slots of tokens [begin, end), int64, for a step that ends at `end`."""
-        at = torch.arange(begin, end)
-        rows = self.ring_table[sequence].expand(len(at), -1)
-        return ring_slots(at, torch.full_like(at, end), rows, self.recent + self.drafts, self.ring_tokens)
-
-    def store(self, sequence: int, begin: int, end: int, ring: bool = True) -> None:
-        """Store tokens [begin, end) in one step.
-
-        Without `ring`, store them only in pages, as if for an earlier request.
-        """
-        ring_slots = self.ring_slots(sequence, begin, end)
-        if not ring:
-            ring_slots = torch.full_like(ring_slots, -1)
-        new = slice(begin, end)
-        self.cpu.store(
-            self.keys[sequence][new], self.values[sequence][new], self.slots(sequence, begin, end), ring_slots,
-            ordinals(begin, end),
-        )  # fmt: skip
-        self.fine[sequence][new] = ring_slots >= 0
+    def store(self, sequence: int, begin: int, end: int) -> None:
+        """Store tokens [begin, end) in one step."""
+        new, slots = slice(begin, end), self.slots(sequence, begin, end)
+        self.cpu.store(self.keys[sequence][new], self.values[sequence][new], slots, ordinals(begin, end))
+        self.fine[sequence][new] = self.residuals.pages[slots // self.block_size, 0] > 0
         # Use the same batch, because another order of sums would sometimes change a code.
         for side, (name, x) in enumerate((("key", self.keys), ("value", self.values))):
             for kept, recent in ((self.plain, False), (self.refined, True)):
                 kept[sequence][side, new] = round_trip(x[sequence][new], self.fmt, name, self.factors, recent, begin)
-
-    def poison_rings(self) -> None:
-        """Fill every ring with valid rows of tokens that are in no page."""
-        tokens = self.ring_table.shape[1] * self.ring_tokens
-        for i in range(len(self.lengths)):
-            key, value = (torch.randn(tokens, self.kv_heads, self.dim, generator=self.rng) for _ in "kv")
-            at = torch.arange(tokens)
-            rows = self.ring_table[i].expand(tokens, -1)
-            where = ring_slots(at, torch.full_like(at, tokens), rows, tokens, self.ring_tokens)
-            # Their pages are unused: always block 0.
-            for part in range(0, tokens, self.block_size):
-                these = slice(part, part + self.block_size)
-                self.cpu.store(key[these], value[these], torch.arange(len(key[these])), where[these])
 
     def queries(self) -> torch.Tensor:
         """Return queries, float32 [sequences, heads, dim]."""
@@ -110,28 +99,38 @@ class Sequences:
 
     def decode(self, query: torch.Tensor) -> torch.Tensor:
         """Decode by the CPU code."""
-        lens = torch.tensor(self.lengths)
-        return self.cpu.decode(query, self.table, lens, self.scale, ring_table=self.ring_table)
+        return self.cpu.decode(query, self.table, torch.tensor(self.lengths), self.scale)
 
-    def read_back(self, sequence: int, length: int) -> torch.Tensor:
-        """Return keys and values of the first `length` tokens, float64 [2, tokens, kv_heads, dim]."""
-        fine = self.fine[sequence][:length] & (torch.arange(length) >= length - self.recent)
+    def read_back(self, sequence: int, length: int, end: int | None = None) -> torch.Tensor:
+        """Return keys and values of the first `length` tokens, float64 [2, tokens, kv_heads, dim].
+
+        `end` is the number of stored tokens, if it is not `length`.
+        """
+        first = (-(-(end or length) // self.block_size) - int(self.residuals.newest)) * self.block_size
+        fine = self.fine[sequence][:length] & (torch.arange(length) >= first)
         plain, refined = self.plain[sequence][:, :length], self.refined[sequence][:, :length]
         return torch.where(fine[:, None, None], refined, plain)
 
-    def wanted(self, query: torch.Tensor, sequence: int, length: int) -> torch.Tensor:
+    def wanted(self, query: torch.Tensor, sequence: int, length: int, end: int | None = None) -> torch.Tensor:
         """Return the reference's answer to a query over the first `length` tokens, float64 [heads, dim]."""
-        key, value = self.read_back(sequence, length)
+        key, value = self.read_back(sequence, length, end)
         return attend(query[None], key, value, self.scale)[0]
 
     def assert_decode_equals_the_reference(
-        self, order: list[int] | None = None, lengths: list[int] | None = None
+        self, order: list[int] | None = None, lengths: list[int] | None = None, ends: list[int] | None = None
     ) -> None:
-        """Compare every head of every sequence with the reference. `order` is the order of the batch."""
-        order, lengths = order or list(range(len(self.lengths))), lengths or self.lengths
-        query = self.queries()
-        lens = torch.tensor([lengths[i] for i in order])
-        out = self.cpu.decode(query, self.table[order], lens, self.scale, ring_table=self.ring_table[order])
-        for row, i in enumerate(order):
-            wanted = self.wanted(query[row], i, lengths[i])
+        """Compare every head of every row with the reference.
+
+        Args:
+            order: the sequence of each row of the batch; a sequence may have several rows.
+            lengths: tokens that each row attends to.
+            ends: stored tokens of each row's sequence, if they are not `lengths`.
+        """
+        order = order or list(range(len(self.lengths)))
+        lengths = lengths or [self.lengths[i] for i in order]
+        query = torch.randn(len(order), self.kv_heads * self.ratio, self.dim, generator=self.rng)
+        out = self.cpu.decode(query, self.table[order], torch.tensor(lengths), self.scale,
+                              newest_ends=None if ends is None else torch.tensor(ends))  # fmt: skip
+        for row, (i, length, end) in enumerate(zip(order, lengths, ends or lengths, strict=True)):
+            wanted = self.wanted(query[row], i, length, end)
             assert ((out[row] - wanted).norm(dim=-1) < 1e-4 * wanted.norm(dim=-1)).all()

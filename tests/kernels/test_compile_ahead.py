@@ -16,8 +16,8 @@ from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from kvpilot_kernels.gpu.decode import schedule
 from kvpilot_kernels.gpu.launch import ahead
-from kvpilot_kernels.gpu.store import ring_slots as ring
 
 launched: list[str] = []
 """Kernels that a GPU would have run."""
@@ -77,17 +77,16 @@ def impossible_kernel(out_ptr, size: tl.constexpr):  # type: ignore[no-untyped-d
     tl.store(out_ptr + tl.arange(0, size), 0)
 
 
-def rings() -> None:
-    """Launch two variants of the kernel that computes ring slots."""
-    for sequences in (3, 300, 5):
-        some = torch.zeros(sequences + 1, 2, dtype=torch.int32)
-        ring.fill_ring_slots(torch.zeros(1, dtype=torch.int64), some[:, 0].contiguous(), some[1:, 0].contiguous(),
-                             some[1:], 64, 128)  # fmt: skip
+def plans() -> None:
+    """Launch two variants of the kernel that plans the splits of a step."""
+    for tile in (16, 64, 16):
+        lens, splits, spans = (torch.zeros(3, *row, dtype=torch.int32) for row in ((), (4,), (2,)))
+        schedule.fill_splits(lens, splits, spans, 1, tile)
 
 
-def rings_and_one_that_is_impossible() -> None:
-    """Launch two variants of the ring kernel, then the kernel that cannot be compiled."""
-    rings()
+def plans_and_one_that_is_impossible() -> None:
+    """Launch two variants of the plan kernel, then the kernel that cannot be compiled."""
+    plans()
     impossible_kernel[(1,)](torch.zeros(3, dtype=torch.int32), size=3)
 
 
@@ -122,11 +121,11 @@ def main() -> None:
     handler.emit = lambda record: said.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
     ahead.log.addHandler(handler)
     ahead.log.setLevel("INFO")
-    found = {"first": launch_all(rings), "launched_again": launch_all(rings)}
-    ring.ring_slots_kernel.device_caches.clear()
-    found["another_process"] = launch_all(rings)
-    ring.ring_slots_kernel.device_caches.clear()
-    found["impossible"] = launch_all(rings_and_one_that_is_impossible)
+    found = {"first": launch_all(plans), "launched_again": launch_all(plans)}
+    schedule.plan_kernel.device_caches.clear()
+    found["another_process"] = launch_all(plans)
+    schedule.plan_kernel.device_caches.clear()
+    found["impossible"] = launch_all(plans_and_one_that_is_impossible)
     print(json.dumps(found))
 
 
@@ -147,9 +146,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_all_kernels_are_compiled_before_the_first_launch(told: dict[str, Any]) -> None:
     first = told["first"]
-    assert first["compiled"] == ["ring_slots_kernel"] * VARIANTS
+    assert first["compiled"] == ["plan_kernel"] * VARIANTS
     assert first["launched_before_all_were_compiled"] == [0]
-    assert first["launched"] == ["ring_slots_kernel"] * LAUNCHES
+    assert first["launched"] == ["plan_kernel"] * LAUNCHES
     (said,) = first["said"]
     assert said.startswith(f"INFO {VARIANTS} variants of kernels were compiled")
 
@@ -161,14 +160,14 @@ def test_a_launch_after_compiling_ahead_compiles_nothing(told: dict[str, Any]) -
 
 def test_another_process_finds_in_the_cache_what_the_first_compiled(told: dict[str, Any]) -> None:
     assert told["another_process"]["compiled"] == []
-    assert told["another_process"]["launched"] == ["ring_slots_kernel"] * LAUNCHES
+    assert told["another_process"]["launched"] == ["plan_kernel"] * LAUNCHES
 
 
 def test_a_kernel_that_does_not_compile_is_logged_and_fails_at_its_launch(
     told: dict[str, Any],
 ) -> None:
     found = told["impossible"]
-    assert found["launched"] == ["ring_slots_kernel"] * LAUNCHES  # These kernels come first.
+    assert found["launched"] == ["plan_kernel"] * LAUNCHES  # These kernels come first.
     assert found["error"] == "CompilationError"
     assert found["said"][-1].startswith("WARNING kernels are compiled one after another")
     assert "impossible_kernel" in found["said"][-1]

@@ -108,8 +108,8 @@ def test_a_padded_head_takes_the_bytes_of_its_stored_row(name: str, head_dim: in
     assert fmt.row_bytes(head_dim) == fmt.row_bytes(wide)
     assert fmt.page_layout(head_dim, block_size) == fmt.page_layout(wide, block_size)
     assert fmt.bits_per_element(head_dim) * head_dim == pytest.approx(fmt.bits_per_element(wide) * wide)
-    if fmt.has_ring:
-        assert fmt.ring_layout(head_dim, block_size) == fmt.ring_layout(wide, block_size)
+    if fmt.has_residuals:
+        assert fmt.residual_layout(head_dim, block_size) == fmt.residual_layout(wide, block_size)
 
 
 def test_heads_of_80_elements_hold_three_times_the_tokens_of_16_bits_in_k4v4() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvpilot_kernels.gpu.decode import head512, kernel, queries, ring, smem, softmax
+from kvpilot_kernels.gpu.decode import head512, kernel, queries, residuals, smem, softmax
 from kvpilot_kernels.gpu.launch import pages
 from kvpilot_kernels.gpu.layout import mma, unpack
 from support.gluon_eager import Copies, EagerKernel, Pointer, Shared, block, inline_asm_elementwise, load, mma_v2, store
@@ -156,7 +156,7 @@ def test_the_simulation_detects_a_mistake_in_decode(what: str, monkeypatch: pyte
 def broken(right: str, wrong: str) -> types.ModuleType:
     """Return decode and its parts as one module, with one expression replaced."""
     module, found = types.ModuleType("broken"), 0
-    for part in (unpack, mma, smem, queries, ring, softmax, head512, kernel):
+    for part in (unpack, mma, smem, queries, residuals, softmax, head512, kernel):
         source = inspect.getsource(part)
         found += source.count(right)
         # Each module sees the others' names as defined here, and line numbers stay the same.

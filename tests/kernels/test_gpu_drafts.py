@@ -15,7 +15,7 @@ from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.reference.attention import decode_reference
 from support.gpu_batch import CPU, DIMS, PAST_THE_END, Batch, decode_rows, launch_as
 
-WITH_RING = [name for name in formats.own_names() if formats.parse(name).has_ring]
+WITH_RESIDUALS = [name for name in formats.own_names() if formats.parse(name).has_residuals]
 names, seeds = st.sampled_from(formats.own_names()), st.integers(0, 2**31)
 # (length, query tokens) of a sequence. A sequence without tokens is padding.
 drafted = st.integers(1, 8).flatmap(lambda n: st.tuples(st.integers(n, n + 120), st.just(n)))
@@ -104,33 +104,30 @@ def test_more_than_a_thousand_query_tokens_are_split_and_merged() -> None:
 
 @settings(max_examples=12)
 @given(
-    st.sampled_from(WITH_RING), st.sampled_from([64, 128]),
-    st.lists(drafted, min_size=1, max_size=3),
-    st.integers(1, 80), st.integers(0, 60), st.sampled_from([1, 4, 9]),
-    st.sampled_from([(16, 16), (48, 16), (64, 32), (64, 64)]), st.integers(2, 4), st.integers(1, 4), st.booleans(),
-    seeds,
+    st.sampled_from(WITH_RESIDUALS), st.sampled_from([64, 96, 128, 256, 512]),
+    st.lists(drafted, min_size=1, max_size=3), st.integers(0, 4), st.sampled_from([0.5, 1.0]),
+    st.sampled_from([1, 4, 9]), st.sampled_from([(16, 16), (48, 16), (64, 32), (64, 64)]), st.integers(2, 4),
+    st.integers(1, 4), st.booleans(), seeds,
 )  # fmt: skip
-def test_each_token_has_its_own_recent_window_whatever_the_ring_held(
-    name: str, dim: int, step: list[tuple[int, int]], recent: int, hit: int, ratio: int, cut: tuple[int, int],
+def test_all_tokens_of_a_sequence_read_the_same_newest_blocks_with_residuals(
+    name: str, dim: int, step: list[tuple[int, int]], newest: int, mapped: float, ratio: int, cut: tuple[int, int],
     stages: int, wave: int, calibrated: bool, seed: int,
 ) -> None:  # fmt: skip
     lengths, counts = [n for n, _ in step], [count for _, count in step]
-    s = Sequences(name, dim, lengths, recent, seed, ratio=ratio, block_size=cut[0], calibrated=calibrated, drafts=7)
-    s.poison_rings()
+    s = Sequences(name, dim, lengths, newest, seed, 2, ratio, cut[0], calibrated, mapped)
     for i, (n, count) in enumerate(step):
-        start = min(hit, n - count)
-        for begin, end, ring in ((0, start, False), (start, n - count, True), (n - count, n, True)):
-            if begin < end:
-                s.store(i, begin, end, ring)
-    shape = Shape(s.fmt, s.dim, s.kv_heads, s.ratio, s.block_size, CPU, recent=recent)
-    shape.ring_blocks = s.ring_table.shape[1]
-    pages = GpuPages(s.cache, launch_as(shape, cut[1], stages, wave), s.factors, ring=s.cache)
+        if count < n:
+            s.store(i, 0, n - count)
+        s.store(i, n - count, n)
+    residual_pages = s.residuals.pages.shape[1]
+    shape = Shape(s.fmt, s.dim, s.kv_heads, s.ratio, s.block_size, CPU, residuals=residual_pages)
+    pages = GpuPages(s.cache, launch_as(shape, cut[1], stages, wave), s.factors, s.residuals)
     query = torch.randn(sum(counts), s.kv_heads * ratio, dim, generator=s.rng)
-    out, at = decode_rows(pages, s.table, lengths, counts, query, s.scale, s.ring_table), 0
+    out, at = decode_rows(pages, s.table, lengths, counts, query, s.scale), 0
     for i, (n, count) in enumerate(step):
         for seen in range(n - count + 1, n + 1):
-            key, value = s.read_back(i, seen)
-            wanted = s.wanted(query[at], i, seen)
+            key, value = s.read_back(i, seen, n)
+            wanted = s.wanted(query[at], i, seen, n)
             assert_within_rounding(out[at], wanted, query[at], key, value, s.factors, s.scale)
             at += 1
 

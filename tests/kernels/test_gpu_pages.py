@@ -170,10 +170,10 @@ def test_growing_sequences_equal_the_reference_at_every_token(name: str, dim: in
             assert ((out[i] - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all()
 
 
-@pytest.mark.parametrize("recent", [0, 64])
+@pytest.mark.parametrize("residuals", [0, 1])
 @pytest.mark.parametrize("sequences", [1, 64])
-def test_decode_overlaps_with_store_if_step_and_gpu_allow_it(sequences: int, recent: int) -> None:
-    shape = Shape(formats.parse("k4v4"), 128, 1, 1, 64, torch.device("cpu"), recent=recent)
+def test_decode_overlaps_with_store_if_step_and_gpu_allow_it(sequences: int, residuals: int) -> None:
+    shape = Shape(formats.parse("k4v4"), 128, 1, 1, 64, torch.device("cpu"), residuals=residuals)
     plan, lens = Plan(shape, 64), torch.ones(sequences, dtype=torch.int32)
     for gpu, step in ((False, True), (True, False), (True, True)):
         shape.can_overlap = gpu
@@ -214,7 +214,7 @@ def test_a_plan_has_no_more_programs_than_fit_with_the_compiled_kernel(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "multiprocessors", lambda device: 132)
-    shape = Shape(K4V4, 128, 2, 4, 16, CPU, recent=64)
+    shape = Shape(K4V4, 128, 2, 4, 16, CPU, residuals=1)
     cut = shape.cut(tokens)
     counted_on, a_multiprocessor = cut.choice.programs, 132 // (2 * cut.parts)
     assert cut.wave == counted_on * a_multiprocessor
@@ -225,7 +225,7 @@ def test_a_plan_has_no_more_programs_than_fit_with_the_compiled_kernel(
     shape.settle(tokens, Taken(255, 4096))
     assert shape.cut(tokens) == cut._replace(wave=min(counted_on, 8) * a_multiprocessor)
     # A plan that was made earlier has room for either choice.
-    plan = Plan(Shape(K4V4, 128, 2, 4, 16, CPU, recent=64), 2, tokens=3)
+    plan = Plan(Shape(K4V4, 128, 2, 4, 16, CPU, residuals=1), 2, tokens=3)
     plan.shape.settle(tokens, Taken(168, 33792))
     assert plan.shape.cut(tokens).wave == min(counted_on, 6) * a_multiprocessor
     assert plan.splits.shape[0] >= plan.shape.cut(tokens).wave + 2

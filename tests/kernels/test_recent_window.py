@@ -1,4 +1,7 @@
-"""Recent window on a CPU: the ring's layout and effect. Other tokens stay unchanged."""
+"""Recent window on a CPU: the layout of residual pages, and their effect on the tokens of their blocks alone."""
+
+import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,42 +14,50 @@ from kvpilot_formats.formats import FormatError
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.reference.attention import decode_reference, round_trip
-from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero
-from kvpilot_kernels.reference.residual import (
-    decode_residual,
-    encode_residual,
-    pack_digits,
-    ring_meta,
-    split_ring_meta,
-    tags,
-    unpack_digits,
-)
-from kvpilot_kernels.ring import ring_slots
-from support.gpu_batch import DIMS, generator
+from kvpilot_kernels.reference.quantize import decode, encode, scale_and_zero, view_region
+from kvpilot_kernels.reference.residual import decode_residual, encode_residual, pack_digits, unpack_digits
+from kvpilot_kernels.residuals import Residuals
+from support.gpu_batch import DIMS, generator, poisoned
 
-WITH_RING = [name for name in formats.own_names() if formats.parse(name).has_ring]
-names, dims, seeds = st.sampled_from(WITH_RING), st.sampled_from(DIMS), st.integers(0, 2**31)
+WITH_RESIDUALS = [name for name in formats.own_names() if formats.parse(name).has_residuals]
+names, dims, seeds = st.sampled_from(WITH_RESIDUALS), st.sampled_from(DIMS), st.integers(0, 2**31)
 rows = st.sampled_from(formats.HEAD_DIMS)
 block_sizes = st.sampled_from([16, 32, 48, 64, 128])
 
 
 @given(names, dims, block_sizes)
-def test_a_ring_page_has_the_size_of_a_page_and_is_full(name: str, dim: int, size: int) -> None:
+def test_a_block_has_as_few_residual_pages_as_hold_all_its_tokens(name: str, dim: int, size: int) -> None:
     fmt = formats.parse(name)
-    ring, page = fmt.ring_layout(dim, size), fmt.page_layout(dim, size)
+    layout, page, n = fmt.residual_layout(dim, size), fmt.page_layout(dim, size), fmt.residual_pages(dim, size)
     end = 0
-    for region in (ring.key_digits, ring.value_digits, ring.meta):
+    for region in (layout.key_digits, layout.value_digits, layout.meta):
         assert region.offset == end
         assert region.offset % 8 == 0
         end += region.rows * region.row_bytes
-    assert end == ring.size <= page.size < ring.size // ring.tokens * (ring.tokens + 1)
+    assert end == layout.size <= page.size
+    row = layout.size // layout.tokens
+    assert (n - 1) * layout.tokens < size <= n * layout.tokens
+    assert n == 1 or (n - 1) * (page.size // row) < size
 
 
-@given(names, dims, block_sizes, st.integers(0, 600))
-def test_a_window_takes_the_smallest_sufficient_number_of_pages(name: str, dim: int, size: int, recent: int) -> None:
+@given(names, st.integers(1, 600), block_sizes, st.integers(1, 2000))
+def test_the_newest_blocks_always_have_the_whole_window(name: str, recent: int, size: int, length: int) -> None:
+    blocks = formats.parse(name).recent_blocks(recent, size)
+    assert (-(-length // size) - blocks) * size <= max(0, length - recent)
+    assert formats.parse(name).recent_blocks(0, size) == 0
+
+
+@given(names, dims, st.sampled_from(formats.RECENT_CHOICES), block_sizes)
+def test_a_window_takes_the_residual_pages_of_its_blocks(name: str, dim: int, recent: int, size: int) -> None:
     fmt = formats.parse(name)
-    blocks, tokens = fmt.ring_blocks(recent, dim, size), fmt.ring_layout(dim, size).tokens
-    assert (blocks - 1) * tokens < recent <= blocks * tokens or recent == blocks == 0
+    assert fmt.recent_pages(recent, dim, size) == fmt.recent_blocks(recent, size) * fmt.residual_pages(dim, size)
+
+
+@pytest.mark.parametrize(("name", "pages"), [("int8", 0), ("k8v4", 1), ("k4v4", 1), ("k4v2", 2), ("k2v2", 3)])
+def test_all_layers_can_share_a_map_because_its_columns_do_not_depend_on_head_dim(name: str, pages: int) -> None:
+    fmt = formats.parse(name)
+    for size in range(16, 1025, 16):
+        assert {fmt.residual_pages(dim, size) for dim in DIMS} == {4 if (name, size) == ("k2v2", 16) else pages}
 
 
 @given(names, st.integers(0, 1024))
@@ -58,13 +69,13 @@ def test_only_a_default_window_is_cut_to_fit_the_context(name: str, context: int
     assert all(fmt.recent_tokens(choice, context) == choice for choice in formats.RECENT_CHOICES)
 
 
-def test_a_format_of_8_bits_has_no_ring_and_a_negative_window_is_refused() -> None:
+def test_a_format_of_8_bits_has_no_residuals_and_a_negative_window_is_refused() -> None:
     int8 = formats.parse("int8")
-    assert not int8.has_ring and int8.ring_blocks(64, 128, 64) == 0
+    assert not int8.has_residuals and int8.recent_pages(64, 128, 64) == int8.residual_pages(128, 64) == 0
     with pytest.raises(FormatError, match="'int8' stores every token in 8 bits: set recentTokens to 0"):
-        int8.ring_layout(128, 64)
+        int8.residual_layout(128, 64)
     with pytest.raises(FormatError, match="recentTokens -1 "):
-        formats.parse("k4v4").ring_blocks(-1, 128, 64)
+        formats.parse("k4v4").recent_blocks(-1, 64)
 
 
 @given(st.sampled_from([2, 4]), rows, seeds, st.floats(1e-3, 1e3))
@@ -85,97 +96,111 @@ def test_unpacking_restores_the_packed_digits(bits: int, dim: int, seed: int) ->
     assert torch.equal(unpack_digits(digits, bits), r)
 
 
-def test_the_bytes_of_a_ring_row_match_the_layout() -> None:
-    """Compute the bytes by hand, from the formulas in `layouts`."""
-    packed = torch.tensor([[1, 2, 9, 9, 255, 3, 9, 9]], dtype=torch.uint8)
-    meta = torch.tensor([[-2, 7]], dtype=torch.int16)
-    parts = [
-        (0x9E3779B1 * u + 0x85EBCA77 * w) % 2**32 >> 18 for u, w in ((0x0201, 0xFFFE), (0x03FF, 7))
-    ]  # fmt: skip
-    assert tags(packed, meta).tolist() == [parts]
-    written = ring_meta(tags(packed, meta), torch.tensor([[2, 1]]))
-    assert [w % 2**16 for w in written[0].tolist()] == [parts[0] << 2 | 2, parts[1] << 2 | 1]
+def test_a_digit_is_packed_like_a_code_and_the_highest_comes_first() -> None:
     r = torch.arange(64, dtype=torch.uint8)[None]
     assert pack_digits(r, 2)[0, :, 5].tolist() == [
         sum((e >> shift & 3) << 2 * i for i, e in enumerate((5, 21, 37, 53))) for shift in (4, 2, 0)
     ]
 
 
-@given(st.sampled_from([2, 4, 8]), rows, seeds)
-def test_ring_rows_of_another_token_have_other_tags(bits: int, dim: int, seed: int) -> None:
-    rng, group = generator(seed), formats.parse("k4v4").group_size(dim)
-    codes, meta = encode(torch.randn(301, dim, generator=rng), bits, group)
-    known = tags(pack(codes, bits), meta)
-    ours = ring_meta(known, torch.zeros_like(known))
-    assert split_ring_meta(ours, known)[1].all()
-    assert split_ring_meta(ours[:1].expand(300, -1), known[1:])[1].float().mean() < 0.02
-    same_codes = tags(pack(codes, bits), meta ^ torch.randint(1, 2**15, meta.shape, dtype=torch.int16, generator=rng))
-    assert split_ring_meta(ours, same_codes)[1].float().mean() < 0.02
-
-
-def test_stale_ring_rows_pass_the_tag_check_no_more_often_than_its_bits_allow() -> None:
-    """Compare 4 million pairs of rows. By tags of 14 bits, about 240 match in keys, 240 in values, and none in both."""
-    rng = generator(11)
-    sides = []
-    for _ in "kv":
-        codes, meta = encode(torch.randn(2000, 64, generator=rng), 4, 64)
-        known = tags(pack(codes, 4), meta)
-        found = ring_meta(known, torch.zeros_like(known))
-        sides.append(split_ring_meta(found[:, None].expand(-1, 2000, -1), known[None].expand(2000, -1, -1))[1])
-        assert 120 < int(sides[-1].sum()) - 2000 < 480
-    assert int((sides[0] & sides[1]).sum()) == 2000
+@given(names, dims, block_sizes, st.data())
+def test_a_token_writes_only_its_own_row_of_its_own_residual_page(
+    name: str, dim: int, size: int, data: st.DataObject
+) -> None:
+    fmt, place = formats.parse(name), data.draw(st.integers(0, size - 1))
+    layout, n = fmt.residual_layout(dim, size), fmt.residual_pages(dim, size)
+    cache, pages = poisoned(3 + n, 1, size, fmt, dim), torch.zeros(3 + n, n, dtype=torch.int32)
+    pages[1] = torch.arange(3, 3 + n)
+    packed = PackedPages(cache, fmt, dim, residuals=Residuals(pages, torch.ones(1, dtype=torch.int32)))
+    key, value = torch.randn(2, 1, 1, dim, generator=generator(place))
+    packed.store(key, value, torch.tensor([size + place]))
+    assert (cache[[0, 2]] == 255).all()
+    row = place % layout.tokens
+    for page in range(n):
+        written = cache[3 + page].flatten().clone()
+        if page == place // layout.tokens:
+            for region, side in ((layout.key_digits, fmt.key), (layout.value_digits, fmt.value)):
+                if side.digits:
+                    digits = view_region(written, region).view(-1, layout.tokens, region.row_bytes)[:, row]
+                    assert (digits != 255).any()
+                    digits.fill_(255)
+            exponents = view_region(written, layout.meta).view(torch.int16)[:, row]
+            assert set(exponents.tolist()) <= ({-1, 0, 1, 2} if fmt.key.bits == 8 else {0, 1, 2})
+            exponents.fill_(-1)
+        assert (written == 255).all()
+    packed.store(key, value, torch.tensor([2 * size + place]))
+    assert torch.equal(cache[2], cache[1])
+    assert (cache[0] == 255).all()
 
 
 @settings(max_examples=40)
-@given(names, dims, st.lists(st.integers(1, 90), min_size=1, max_size=3), st.integers(1, 80), block_sizes,
-       st.booleans(), seeds)  # fmt: skip
-def test_decode_refines_only_the_last_tokens_by_the_ring(
-    name: str, dim: int, lengths: list[int], recent: int, block_size: int, calibrated: bool, seed: int
+@given(names, dims, st.lists(st.integers(1, 90), min_size=1, max_size=3), st.sampled_from([0, 1, 2, 3, 99]),
+       block_sizes, st.booleans(), st.sampled_from([0.0, 0.6, 1.0]), seeds)  # fmt: skip
+def test_decode_refines_the_newest_blocks_that_have_residual_pages(
+    name: str, dim: int, lengths: list[int], newest: int, block_size: int, calibrated: bool, mapped: float, seed: int
 ) -> None:
-    s = Sequences(name, dim, lengths, recent, seed, block_size=block_size, calibrated=calibrated)
+    s = Sequences(name, dim, lengths, newest, seed, block_size=block_size, calibrated=calibrated, mapped=mapped)
     for i, n in enumerate(lengths):
         s.store(i, 0, n)
-    s.assert_decode_equals_the_reference()
-
-
-@settings(max_examples=20)
-@given(names, st.lists(st.integers(2, 90), min_size=2, max_size=3), st.integers(1, 70), st.integers(0, 60), seeds)
-def test_tokens_of_a_prefix_hit_are_read_from_pages_whatever_the_ring_held(
-    name: str, lengths: list[int], recent: int, hit: int, seed: int
-) -> None:
-    """Ring blocks first hold another sequence's rows at the same positions, and then the correct ones."""
-    s = Sequences(name, 64, lengths, recent, seed)
-    s.poison_rings()
-    for i, n in enumerate(lengths):
-        start = min(hit, n - 1)
-        s.store(i, 0, start, ring=False)
-        for begin in range(start, n, 17):
-            s.store(i, begin, min(begin + 17, n))
     s.assert_decode_equals_the_reference()
     s.assert_decode_equals_the_reference(order=list(reversed(range(len(lengths)))))
 
 
-@pytest.mark.parametrize("name", WITH_RING)
-def test_a_sequence_that_grows_overwrites_its_oldest_rows(name: str) -> None:
-    s = Sequences(name, 64, [120], 33, seed=2)
-    s.store(0, 0, 40)
-    for n in range(41, 121):
-        s.store(0, n - 1, n)
-        if n % 13 == 0:
-            s.assert_decode_equals_the_reference(lengths=[n])
-
-
-def test_a_sequence_without_a_ring_block_is_read_from_pages_alone() -> None:
-    s = Sequences("k4v4", 64, [50, 50], 64, seed=3)
-    s.ring_table[1] = -1
-    s.store(0, 0, 50)
-    s.store(1, 0, 50)
-    assert not s.fine[1].any()
+@settings(max_examples=20)
+@given(names, st.sampled_from([16, 32, 64, 128]), seeds)
+def test_a_block_that_gets_another_blocks_residual_pages_reads_only_its_own_residuals(
+    name: str, block_size: int, seed: int
+) -> None:
+    s = Sequences(name, 64, [2 * block_size + 5, 3 * block_size], 3, seed, block_size=block_size, mapped=0.0)
+    for block in range(3):
+        s.claim(0, block)
+    s.store(0, 0, s.lengths[0])
+    s.store(1, 0, block_size)  # The first block of the other sequence is a prefix hit, so it has no residuals.
+    for block in (0, 2):
+        s.give_up(0, block)
+    for block in (1, 2):
+        s.claim(1, block)
+    for begin in range(block_size, s.lengths[1], 17):
+        s.store(1, begin, min(begin + 17, s.lengths[1]))
+    assert [f.sum() for f in s.fine] == [block_size, 2 * block_size]
     s.assert_decode_equals_the_reference()
 
 
-def test_a_nan_in_an_unused_ring_row_changes_no_output() -> None:
-    s = Sequences("k4v2", 96, [40, 20], 32, seed=4)
+@settings(max_examples=20)
+@given(names, st.integers(6, 90), st.integers(1, 6), st.sampled_from([0, 1, 2, 99]), seeds)
+def test_all_rows_of_a_sequence_with_drafts_refine_the_same_blocks(
+    name: str, length: int, count: int, newest: int, seed: int
+) -> None:
+    s = Sequences(name, 64, [length, 20], newest, seed)
+    for i, n in enumerate(s.lengths):
+        s.store(i, 0, n)
+    rows = list(range(length - count + 1, length + 1))
+    s.assert_decode_equals_the_reference([0] * count + [1], [*rows, 20], [length] * count + [20])
+
+
+@pytest.mark.parametrize("name", WITH_RESIDUALS)
+def test_a_sequence_that_grows_refines_its_newest_blocks_at_every_length(name: str) -> None:
+    s = Sequences(name, 64, [120], 2, seed=2)
+    s.store(0, 0, 40)
+    for n in range(41, 121):
+        s.store(0, n - 1, n)
+        if n % 16 in (0, 1, 7):
+            s.assert_decode_equals_the_reference(lengths=[n])
+
+
+def test_a_later_step_can_refine_more_blocks() -> None:
+    s = Sequences("k4v2", 64, [70], 0, seed=3)
+    s.store(0, 0, 70)
+    query, answers = s.queries(), []
+    for newest in (0, 1, 3, 9):
+        s.residuals.newest.fill_(newest)
+        s.assert_decode_equals_the_reference()
+        answers.append(s.decode(query))
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(answers))
+
+
+def test_a_nan_with_a_residual_changes_no_other_sequence() -> None:
+    s = Sequences("k4v2", 96, [40, 20], 2, seed=4)
     s.keys[0][39] = torch.nan
     for i, n in enumerate(s.lengths):
         s.store(i, 0, n)
@@ -196,55 +221,64 @@ def test_attention_in_4_bits_is_more_accurate_with_a_recent_window() -> None:
     assert (round_trip(key, fmt, "key", recent=True) - key).norm() < 0.15 * (round_trip(key, fmt, "key") - key).norm()
 
 
-@settings(max_examples=60)
-@given(st.integers(1, 300), st.integers(1, 100), st.integers(1, 120), st.integers(1, 70), st.integers(0, 5))
-def test_ring_slots_are_unique_and_only_for_tokens_of_the_window(
-    length: int, new: int, recent: int, ring_tokens: int, padding: int
-) -> None:
-    new, blocks = min(new, length), -(-recent // ring_tokens)
-    positions = torch.cat([torch.arange(length - new, length), torch.full((padding,), -1)])
-    rows = (7 + 3 * torch.arange(blocks)).expand(len(positions), -1)
-    slots = ring_slots(positions, torch.full_like(positions, length), rows, recent, ring_tokens)
-    live = slots >= 0
-    assert live.tolist() == [p >= 0 and p >= length - recent for p in positions.tolist()]
-    assert len(slots[live].unique()) == int(live.sum())
-    assert ((slots[live] // ring_tokens - 7) % 3 == 0).all()
-
-
-BAD = {
-    "a ring of other pages": ("ring", lambda c, f: PackedPages(c, f, 64, ring=c[:, :1], recent=8)),
-    "a ring of another format": ("ring", lambda c, f: PackedPages(c, f, 64, ring=c[..., :32], recent=8)),
-    "a ring without a window": ("recent", lambda c, f: PackedPages(c, f, 64, ring=c)),
-    "a window without a ring": ("recent", lambda c, f: PackedPages(c, f, 64, recent=8)),
-    "a negative window": ("recent", lambda c, f: PackedPages(c, f, 64, ring=c, recent=-8)),
-    "no slots": ("ring_slots", lambda c, f: PackedPages(c, f, 64, ring=c, recent=8).store(X, X, torch.arange(2))),
-    "slots too few": ("ring_slots", lambda c, f: PackedPages(c, f, 64, ring=c, recent=8).store(
-        X, X, torch.arange(2), torch.arange(1))),
-    "slots of int32": ("ring_slots", lambda c, f: PackedPages(c, f, 64, ring=c, recent=8).store(
-        X, X, torch.arange(2), torch.arange(2).int())),
-    "a slot beyond the ring": ("ring_slots", lambda c, f: PackedPages(c, f, 64, ring=c, recent=8).store(
-        X, X, torch.arange(2), torch.tensor([0, 32]))),
-    "slots without a ring": ("ring_slots", lambda c, f: PackedPages(c, f, 64).store(
-        X, X, torch.arange(2), torch.arange(2))),
-    "no table": ("ring_table", lambda c, f: PackedPages(c, f, 64, ring=c, recent=8).decode(
-        X[:1], torch.tensor([[0]]), torch.tensor([1]), 1.0)),
-    "a table of too few columns": ("ring_table", lambda c, f: PackedPages(c, f, 64, ring=c, recent=17).decode(
-        X[:1], torch.tensor([[0]]), torch.tensor([1]), 1.0, ring_table=torch.tensor([[1]]))),
-    "a ring block beyond": ("ring_table", lambda c, f: PackedPages(c, f, 64, ring=c, recent=8).decode(
-        X[:1], torch.tensor([[0]]), torch.tensor([1]), 1.0, ring_table=torch.tensor([[2]]))),
-}  # fmt: skip
 X = torch.randn(2, 2, 64)
 
 
+def store(pages: torch.Tensor, newest: torch.Tensor | None = None) -> None:
+    """Store two tokens and read them, in a cache of three blocks."""
+    residuals = Residuals(pages, ONE if newest is None else newest)
+    packed = PackedPages(CACHE, formats.parse("k4v2"), 64, residuals=residuals)
+    packed.store(X, X, torch.arange(16, 18))
+    packed.decode(X[:1], torch.tensor([[1]]), torch.tensor([2]), 1.0)
+
+
+def decode_rows(ends: torch.Tensor) -> torch.Tensor:
+    """Decode two rows whose sequences have these numbers of stored tokens."""
+    table, lens = torch.tensor([[1], [1]]), torch.tensor([2, 1])
+    return PackedPages(CACHE, formats.parse("k4v2"), 64).decode(X, table, lens, 1.0, newest_ends=ends)
+
+
+CACHE = poisoned(3, 2, 16, formats.parse("k4v2"), 64)
+MAP, ONE = torch.zeros(3, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+BAD: dict[str, tuple[str, Callable[[], object]]] = {
+    "a map for fewer blocks": ("residuals.pages", lambda: store(MAP[:2])),
+    "a map of too few pages a block": ("residuals.pages", lambda: store(MAP[:, :1])),
+    "a map of int64": ("residuals.pages", lambda: store(MAP.long())),
+    "a map that is not contiguous": ("residuals.pages", lambda: store(MAP.T.contiguous().T)),
+    "a map on another device": ("residuals.pages", lambda: store(MAP.to("meta"))),
+    "a page beyond the cache": ("residuals.pages", lambda: store(MAP + 3)),
+    "a negative page": ("residuals.pages", lambda: store(MAP - 1)),
+    "two numbers of newest blocks": ("residuals.newest", lambda: store(MAP, ONE.repeat(2))),
+    "newest blocks of int64": ("residuals.newest", lambda: store(MAP, ONE.long())),
+    "newest blocks on another device": ("residuals.newest", lambda: store(MAP, ONE.to("meta"))),
+    "a map for a format of 8 bits": ("residuals", lambda: PackedPages(
+        poisoned(3, 2, 16, formats.parse("int8"), 64), formats.parse("int8"), 64,
+        residuals=Residuals(MAP, ONE))),
+    "too few ends": ("newest_ends", lambda: decode_rows(torch.tensor([2]))),
+    "ends of floats": ("newest_ends", lambda: decode_rows(torch.tensor([2.0, 1.0]))),
+    "an end before a row's last token": ("newest_ends", lambda: decode_rows(torch.tensor([1, 1]))),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("what", BAD)
-def test_a_ring_that_does_not_fit_is_refused_and_nothing_is_written(what: str) -> None:
+def test_residual_pages_that_do_not_fit_are_refused_and_nothing_is_written(what: str) -> None:
     field, call = BAD[what]
-    fmt = formats.parse("k4v4")
-    cache = torch.full((2, 2, 16, fmt.row_bytes(64)), 255, dtype=torch.uint8)
+    CACHE.fill_(255)
     with pytest.raises(BadInputError, match=f"^{field} .*; .+") as caught:
-        call(cache, fmt)
+        call()
     assert caught.value.field == field
-    assert (cache == 255).all()
+    assert (CACHE == 255).all()
+
+
+def test_a_map_that_has_become_wrong_is_refused() -> None:
+    s = Sequences("k4v4", 64, [5], -1, seed=1)
+    s.store(0, 0, 5)
+    with pytest.raises(BadInputError, match=r"^residuals\.newest is -1 blocks; give 0 for none, or a positive number"):
+        s.decode(s.queries())
+    s.residuals.newest.fill_(1)
+    s.residuals.pages[s.table[0, 0]] = 7
+    with pytest.raises(BadInputError, match=r"^residuals\.pages names block 7; the cache has blocks 0 to 2; give 0"):
+        s.decode(s.queries())
 
 
 def test_the_steps_of_residuals_depend_only_on_the_scale() -> None:

@@ -11,11 +11,12 @@ from kvpilot_formats import formats
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.gpu.launch import launches, pages
 from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.residuals import Residuals
 from support.gpu_batch import CPU, generator, poisoned, several, some_factors
 
-K4V4, KV_HEADS, RATIO, DIM, BLOCK, ROWS, RECENT = formats.parse("k4v4"), 2, 2, 64, 64, 4, 64
+K4V4, KV_HEADS, RATIO, DIM, BLOCK, ROWS = formats.parse("k4v4"), 2, 2, 64, 64, 4
 SINKS = torch.ones(KV_HEADS * RATIO + 1)
-SHAPE = Shape(K4V4, DIM, KV_HEADS, RATIO, BLOCK, CPU, recent=RECENT)
+SHAPE = Shape(K4V4, DIM, KV_HEADS, RATIO, BLOCK, CPU, residuals=1)
 KERNELS = ("store_kernel", "decode_kernel", "reduce_kernel", "gather_kernel")
 Call = SimpleNamespace
 """Arguments of one layer: `step` has the arguments that all layers share, `own` is the layer's `GpuPages`."""
@@ -71,9 +72,8 @@ def layers() -> tuple[Call, Call]:
     """Return the arguments of two layers of a step."""
     lens = torch.full((ROWS,), 5, dtype=torch.int32)
     step = {
-        "plan": Plan(SHAPE, ROWS, 2), "slots": torch.arange(ROWS), "ring_slots": torch.arange(ROWS),
-        "ordinals": lens + 0, "table": torch.ones(ROWS, 3, dtype=torch.int32), "lens": lens, "decodes": ROWS,
-        "scale": 0.125, "rings": torch.ones(ROWS, SHAPE.ring_blocks, dtype=torch.int32),
+        "plan": Plan(SHAPE, ROWS, 2), "slots": torch.arange(ROWS), "ordinals": lens + 0,
+        "table": torch.ones(ROWS, 3, dtype=torch.int32), "lens": lens, "decodes": ROWS, "scale": 0.125,
         "read": tuple(torch.zeros(2, ROWS, KV_HEADS, DIM)), "read_slots": torch.arange(ROWS), "read_ordinals": lens + 0,
     }  # fmt: skip
     return layer(step), layer(step)
@@ -86,19 +86,20 @@ def layer(step: dict[str, Any]) -> Call:
 
 
 def own(blocks: int = 3, sinks: torch.Tensor | None = SINKS[:-1]) -> GpuPages:
-    """Return a layer's pages, with a ring and factors."""
-    cache, ring = poisoned(2 * blocks, KV_HEADS, BLOCK, K4V4, DIM), poisoned(3, KV_HEADS, BLOCK, K4V4, DIM)
-    return GpuPages(cache[:: 6 // blocks], SHAPE, some_factors(KV_HEADS, DIM, generator(1)), ring, sinks)
+    """Return a layer's pages, with residual pages and factors."""
+    cache = poisoned(2 * blocks, KV_HEADS, BLOCK, K4V4, DIM)[:: 6 // blocks]
+    residuals = Residuals(torch.zeros(len(cache), 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
+    return GpuPages(cache, SHAPE, some_factors(KV_HEADS, DIM, generator(1)), residuals, sinks)
 
 
 def store(x: Call) -> None:
     """Store the layer's tokens."""
-    x.own.store(x.query, x.key, x.value, x.slots, x.plan, x.decodes, x.scale, x.ring_slots, x.ordinals)
+    x.own.store(x.query, x.key, x.value, x.slots, x.plan, x.decodes, x.scale, x.ordinals)
 
 
 def decode(x: Call) -> None:
     """Decode the layer's queries."""
-    x.own.decode(x.table, x.lens, x.plan, x.out, x.rings)
+    x.own.decode(x.table, x.lens, x.plan, x.out)
 
 
 def gather(x: Call) -> None:
@@ -145,10 +146,9 @@ OTHER: dict[str, Callable[[Call], None]] = {
     "stride of queries": wider("query"), "stride of keys": wider("key"), "stride of values": wider("value"),
     "stride of outputs": wider("out"), "address of keys": unaligned("key"), "address of outputs": unaligned("out"),
     "scale": set_to(scale=0.25), "rows that decode": set_to(decodes=2), "ordinals": set_to(ordinals=None),
-    "slots": lambda x: set_to(slots=x.slots[:3], ring_slots=x.ring_slots[:3], ordinals=x.ordinals[:3])(x),
+    "slots": lambda x: set_to(slots=x.slots[:3], ordinals=x.ordinals[:3])(x),
     "block table": set_to(table=torch.ones(ROWS, 5, dtype=torch.int32)),
     "sequences": lambda x: set_to(lens=x.lens[:2])(x),
-    "ring table": lambda x: set_to(rings=x.rings + 1)(x),
     "memory to read into": set_to(read=tuple(torch.zeros(2, 9, KV_HEADS, DIM))),
     "context": lambda x: set_to(read_slots=x.read_slots[:2], read_ordinals=x.read_ordinals[:2])(x),
     "plan": set_to(plan=Plan(SHAPE, 2 * ROWS)),
@@ -209,13 +209,11 @@ BAD: dict[str, tuple[str, Callable[[Call], None], Callable[[Call], None]]] = {
     "heads that are not contiguous": ("query", store, lambda x: set_to(query=x.query.mT.contiguous().mT)(x)),
     "fewer keys": ("slots", store, lambda x: set_to(key=x.key[:3])(x)),
     "fewer heads": ("query", store, lambda x: set_to(query=x.query[:, :3])(x)),
-    "no ring slots": ("ring_slots", store, set_to(ring_slots=None)),
     "slots of 32 bits": ("slots", store, lambda x: set_to(slots=x.slots.int())(x)),
     "ordinals of floats": ("ordinals", store, lambda x: set_to(ordinals=x.ordinals.float())(x)),
     "a table of 64 bits": ("block_table", decode, lambda x: set_to(table=x.table.long())(x)),
     "lengths of 64 bits": ("seq_lens", decode, lambda x: set_to(lens=x.lens.long())(x)),
     "a table for fewer sequences": ("seq_lens", decode, lambda x: set_to(table=x.table[:2])(x)),
-    "no ring table": ("ring_table", decode, set_to(rings=None)),
     "fewer outputs": ("out", decode, lambda x: set_to(out=x.out[:2])(x)),
     "less memory": ("slots", gather, lambda x: set_to(read=tuple(one[:2] for one in x.read))(x)),
     "fewer ordinals": ("slots", gather, lambda x: set_to(read_ordinals=x.read_ordinals[:2])(x)),

@@ -13,7 +13,7 @@ from support.gpu_batch import CPU, DIMS, Batch, decode_rows, launch_as, ordinals
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's minimum under Triton's interpreter
 RATIO, LENGTHS = 2, [50, 33]
-WITH_RING = [name for name in formats.own_names() if formats.parse(name).has_ring]
+WITH_RESIDUALS = [name for name in formats.own_names() if formats.parse(name).has_residuals]
 broken, seeds = st.sampled_from([torch.nan, torch.inf, -torch.inf]), st.integers(0, 2**31)
 # Each entry: ((tokens of a block, tokens of a tile), tiles in shared memory at once, splits that run at the same time).
 cuts = st.sampled_from([((16, 16), 2, 1), ((64, 32), 3, 2), ((64, 64), 2, 4), ((48, 16), 4, 3)])
@@ -21,13 +21,13 @@ counts = st.sampled_from([None, [1, 1], [4, 2], [7, 5]])
 
 
 def restore(pages: GpuPages, key: torch.Tensor, value: torch.Tensor, slot: torch.Tensor, at: int,
-            element: float | None, ring_slot: torch.Tensor | None = None) -> None:  # fmt: skip
+            element: float | None) -> None:  # fmt: skip
     """Store one token again by the GPU kernel, either unchanged or with one NaN in its second KV head's value."""
     value = value.clone()
     if element is not None:
         value[0, 1, at % value.shape[-1]] = element
     query = torch.zeros(1, pages.shape.kv_heads * pages.shape.ratio, pages.shape.head_dim)
-    pages.store(query, key, value, slot, Plan(pages.shape, 1), 0, 1.0, ring_slot, ordinals(at, at + 1))
+    pages.store(query, key, value, slot, Plan(pages.shape, 1), 0, 1.0, ordinals(at, at + 1))
 
 
 def assert_seen_by_its_readers_alone(whole: torch.Tensor, out: torch.Tensor, rows: list[int], at: int) -> None:
@@ -70,27 +70,25 @@ def test_one_nan_value_makes_every_output_that_attends_to_it_nan(
 
 
 @settings(max_examples=8)
-@given(st.sampled_from(WITH_RING), st.sampled_from([64, 96, 128, 512]), st.integers(0, 49), broken, counts, cuts,
-       st.sampled_from([1, 20, 45]), st.booleans(), seeds)  # fmt: skip
+@given(st.sampled_from(WITH_RESIDUALS), st.sampled_from([64, 96, 128, 512]), st.integers(0, 49), broken, counts, cuts,
+       st.integers(0, 4), st.sampled_from([0.5, 1.0]), seeds)  # fmt: skip
 def test_one_nan_value_shows_through_the_recent_window_too(
     name: str, dim: int, at: int, element: float, step: list[int] | None, cut: tuple[tuple[int, int], int, int],
-    recent: int, in_ring: bool, seed: int,
+    newest: int, mapped: float, seed: int,
 ) -> None:  # fmt: skip
     (block, tile), stages, wave = cut
-    s = Sequences(name, dim, LENGTHS, recent, seed, ratio=RATIO, block_size=block, drafts=7)
+    s = Sequences(name, dim, LENGTHS, newest, seed, ratio=RATIO, block_size=block, mapped=mapped)
     for i, n in enumerate(s.lengths):
         s.store(i, 0, n)
-    shape = Shape(s.fmt, dim, 2, RATIO, block, CPU, recent=recent)
-    shape.ring_blocks = s.ring_table.shape[1]
-    pages = GpuPages(s.cache, launch_as(shape, tile, stages, wave), s.factors, ring=s.cache)
+    shape = Shape(s.fmt, dim, 2, RATIO, block, CPU, residuals=s.residuals.pages.shape[1])
+    pages = GpuPages(s.cache, launch_as(shape, tile, stages, wave), s.factors, s.residuals)
     rows, count = rows_of(step)
     query = torch.randn(count, 2 * RATIO, dim, generator=s.rng)
     one = slice(at, at + 1)
-    ring_slot = s.ring_slots(0, 0, LENGTHS[0])[one] if in_ring else torch.tensor([-1])
     answers = []
     for bad in (None, element):
-        restore(pages, s.keys[0][one], s.values[0][one], s.slots(0, at, at + 1), at, bad, ring_slot)
-        answers.append(decode_rows(pages, s.table, LENGTHS, step, query, s.scale, s.ring_table))
+        restore(pages, s.keys[0][one], s.values[0][one], s.slots(0, at, at + 1), at, bad)
+        answers.append(decode_rows(pages, s.table, LENGTHS, step, query, s.scale))
     whole, out = answers
     assert_seen_by_its_readers_alone(whole, out, rows, at)
 

@@ -9,6 +9,8 @@ import sys
 import time
 from typing import Any
 
+from kvpilot_runtime.vllm_api.hooks import CHANGES
+
 
 class Engine:
     """Engine that answers questions. Each method is a question. Arguments and answers are JSON."""
@@ -29,6 +31,8 @@ class Engine:
         self.requests, self.blind_until = 0, 0.0
         self.steps: list[dict[str, Any]] = []
         self.tables: dict[str, list[int]] = {}
+        self.refined: set[int] = set()
+        self.poisoned = 0
         self.workers("watch_reads")
         execute = self.core.model_executor.execute_model
 
@@ -53,7 +57,16 @@ class Engine:
         return found
 
     def take_down(self, scheduled: Any) -> None:
-        """Record a step's requests as `support.stepped_engine.Told` has them, with blocks of the first group."""
+        """Record a step's requests as `support.stepped_engine.Told` has them, with blocks of the first group.
+
+        Fill new residual pages with random bytes.
+        """
+        for block, pages in getattr(scheduled, CHANGES, {}).items():
+            self.refined.discard(block)
+            if pages:
+                self.refined.add(block)
+                self.poisoned += len(pages)
+                self.workers("poison", list(pages), self.poisoned)
         cached = scheduled.scheduled_cached_reqs
         found = [(r.req_id, r.num_computed_tokens, r.block_ids, True) for r in scheduled.scheduled_new_reqs]
         for i, request in enumerate(cached.req_ids):
@@ -61,10 +74,11 @@ class Engine:
             found.append((request, cached.num_computed_tokens[i], cached.new_block_ids[i], anew))
         for request, begin, blocks, anew in found:
             table = [] if anew else self.tables[request]
-            self.tables[request] = table + (blocks[0] if blocks is not None else [])
+            self.tables[request] = table = table + (blocks[0] if blocks is not None else [])
             self.steps.append(
-                {"request": int(request.partition("-")[0]), "begin": begin, "anew": anew,
-                 "tokens": scheduled.num_scheduled_tokens[request], "table": self.tables[request]}
+                {"request": int(request.partition("-")[0]), "begin": begin, "anew": anew, "table": table,
+                 "refined": [i for i, block in enumerate(table) if block in self.refined],
+                 "tokens": scheduled.num_scheduled_tokens[request]}
             )  # fmt: skip
 
     def executed(self) -> None:
@@ -113,11 +127,9 @@ class Engine:
         return [list(rank) for rank in ranks]
 
     def poison(self, seed: int) -> dict[str, Any]:
-        """Fill every free block without a cached prefix with other requests' ring rows, or with random bytes."""
+        """Fill every free block without a cached prefix with random bytes."""
         nobodys = [b.block_id for b in self.pool.free_block_queue.get_all_free_blocks() if b.block_hash is None]
-        held = [b.block_id for b in self.pool.blocks if b.ref_cnt or b.block_hash is not None]
-        for i, block in enumerate(nobodys):
-            self.workers("poison_ring", block, held[i % len(held)] if held and i % 2 else None, seed + i)
+        self.workers("poison", nobodys, seed)
         return {"poisoned": len(nobodys)}
 
     def lease(self, seconds: float) -> None:

@@ -4,14 +4,14 @@ import hashlib
 from typing import Any
 
 from kvpilot_runtime.backends.packed import our_layers
-from support.ring_worker import RingWorker
+from support.residual_worker import ResidualWorker
 
 
-class ApartWorker(RingWorker):
+class ApartWorker(ResidualWorker):
     """Methods that vLLM adds to each of its workers."""
 
     def digests(self, blocks: list[int]) -> list[str]:
-        """Return the hash of each block's bytes in all layers of this rank. Rings are blocks of the same pool."""
+        """Return the hash of each block's bytes in all layers of this rank."""
         caches = [layer.kv_cache for layer in our_layers(self.vllm_config).values()]
         whole = (b"".join(cache[block].numpy().tobytes() for cache in caches) for block in blocks)
         return [hashlib.sha256(one).hexdigest() for one in whole]

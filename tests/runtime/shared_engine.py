@@ -19,28 +19,7 @@ class SharedEngine(apart_engine.Engine):
         import llvmlite.binding.ffi
 
         llvmlite.binding.ffi.lib._fntab["__dict__"] = {}
-        self.rings: dict[str, list[int]] = {}
-        self.poisoned = 0
         return super().start(model, options)
-
-    def take_down(self, scheduled: Any) -> None:
-        """Record a step's requests. Also fill the rings that they get with other rows or random bytes.
-
-        Otherwise a restarted request could find its own rows there.
-        """
-        super().take_down(scheduled)
-        cached = scheduled.scheduled_cached_reqs
-        given = {request.req_id: request.block_ids for request in scheduled.scheduled_new_reqs}
-        given |= dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
-        for request in (*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())):
-            self.rings.pop(request, None)
-        for request, groups in given.items():
-            for block in groups[1] if groups is not None and len(groups) > 1 else ():
-                others = [b for owner, owned in self.rings.items() if owner != request for b in owned]
-                self.poisoned += 1
-                other = others[self.poisoned % len(others)] if others else None
-                self.workers("poison_ring", block, other, self.poisoned)
-                self.rings.setdefault(request, []).append(block)
 
     def executed(self) -> None:
         """Record the blocks that each rank has stored or loaded since the last step."""

@@ -68,6 +68,7 @@ def test_a_dtype_that_is_added_to_the_table_can_serve_a_token(
 ) -> None:
     monkeypatch.setattr(packed, "get_current_vllm_config", lambda: None)
     monkeypatch.setattr(packed, "calibration_of", lambda _config: None)
+    monkeypatch.setattr(packed, "window", lambda _config: 0)
     cls: Any = resolve_obj_by_qualname("kvpilot_runtime.backends.cpu.K8V2Backend")
     heads, kv_heads, dim, tokens = 4, 2, 64, 5
     spec = cls.customize_spec(FullAttentionSpec(block_size=16, num_kv_heads=kv_heads, head_size=dim, dtype=torch.uint8))
@@ -103,6 +104,7 @@ def test_factors_can_be_replaced_even_if_made_in_inference_mode(
 ) -> None:
     monkeypatch.setattr(packed, "get_current_vllm_config", lambda: None)
     monkeypatch.setattr(packed, "calibration_of", lambda _config: None)
+    monkeypatch.setattr(packed, "window", lambda _config: 0)
     cls: Any = resolve_obj_by_qualname("kvpilot_runtime.backends.cpu.K4V4Backend")
     impl = cls.get_impl_cls()(4, 64, 0.125, 2, None, None, "k4v4")
     with torch.inference_mode(inference):  # vLLM's trial capture of graphs does this to measure their memory
@@ -119,6 +121,7 @@ def test_a_layer_that_uses_another_layers_cache_has_the_factors_that_its_tokens_
     layers = tuple(Factors(*(torch.full((2, 64), float(10 * i + x)) for x in range(1, 6))) for i in range(2))
     monkeypatch.setattr(packed, "get_current_vllm_config", lambda: None)
     monkeypatch.setattr(packed, "calibration_of", lambda _config: Calibration(layers))
+    monkeypatch.setattr(packed, "window", lambda _config: 0)
     cls: Any = resolve_obj_by_qualname("kvpilot_runtime.backends.cpu.K4V4Backend").get_impl_cls()
     names = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
     alone = cls(4, 64, 0.125, 2, None, None, "k4v4")

@@ -16,6 +16,8 @@ from vllm.config.cache import CacheConfig
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import Platform
 from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine.core import EngineCoreProc
 
 from kvpilot_formats import dtypes, formats
@@ -94,6 +96,28 @@ def test_a_dtype_is_refused_by_the_name_of_a_part_that_vllm_lacks(monkeypatch: p
     words = r"'k4v4' cannot be served by vllm .*_align_heterogeneous_kv_block_size.*; use --kv-cache-dtype auto"
     with pytest.raises(ValidationError, match=words):
         CacheConfig(cache_dtype="k4v4")
+
+
+@pytest.mark.parametrize(("owner", "name"), [(BlockPool, "evict_blocks"), (KVCacheManager, "pop_blocks_for_free")])
+def test_a_dtype_with_residuals_is_refused_without_a_function_that_its_pool_overrides(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(
+        UnsupportedEngineError, match=f"'k4v4' cannot be served by vllm .*{owner.__name__} has no {name}"
+    ):
+        plugin.serve_dtype("k4v4")
+    plugin.serve_dtype("int8")
+
+
+def test_a_dtype_with_residuals_is_refused_without_an_argument_that_its_pool_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def allocate_slots(self: KVCacheManager, request: object, num_new_tokens: int) -> None: ...
+
+    monkeypatch.setattr(KVCacheManager, "allocate_slots", allocate_slots)
+    with pytest.raises(UnsupportedEngineError, match="allocate_slots has no num_new_computed_tokens"):
+        plugin.serve_dtype("k4v4")
 
 
 def test_a_layer_is_refused_by_the_name_of_a_module_that_vllm_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,8 +43,7 @@ def engine(role: str, dtype: str = "k4v4", recent: str = "", **options: Any) -> 
 def room(dtype: str, recent: str = "") -> int:
     """Return the number of blocks for prompts that are prefilled together. Their blocks are kept until all are read."""
     window = 0 if recent else window_of(dtype)
-    ring = formats.parse(dtype).ring_blocks(window, 64, BLOCK) if window else 0
-    return TOGETHER * (LONGEST // BLOCK + ring)
+    return TOGETHER * (LONGEST // BLOCK + formats.parse(dtype).recent_pages(window, 64, BLOCK))
 
 
 def window_of(dtype: str) -> int:
@@ -59,7 +58,7 @@ class Pair:
         self.prefill, self.decode, self.dtype = prefill, decode, dtype
         self.window, self.rng, self.poisoned = window, random.Random(20261124), 0
         self.shared = [[self.rng.randrange(3, 49152) for _ in range(100)] for _ in range(2)]
-        self.asked = Asked(str(tiny_llama()), dtype, [[]], [[]], {})
+        self.asked = Asked(str(tiny_llama()), dtype, [[]], [[]], {}, recent=window)
         self.told = Told(answers=[[]], block_size=BLOCK)
         self.judged, self.free = 0, room(dtype, "" if window else "0")
 
@@ -87,7 +86,6 @@ class Pair:
             step |= {"request": first + at, "table": blocks}
             read = found["outputs"][at]["read"]
             if read and not any(one["request"] == first + at for one in self.told.steps if "request" in one):
-                # The ring came with the pages, as if the request had started on this engine.
                 begin, (here, _) = left[at]["cached"], read[0][0]
                 away = left[at]["params"]["remote_block_ids"][0][-len(here) :]
                 places = range(self.judged, self.judged + len(here))
@@ -124,7 +122,7 @@ class Pair:
             Factors(*(torch.cat([getattr(one, name) for one in layer]) for name in names))
             for layer in zip(*ranks, strict=True)
         ]
-        found = Judge(self.asked, self.told, Oracle(tiny_llama(), self.dtype, factors, recent=self.window))
+        found = Judge(self.asked, self.told, Oracle(tiny_llama(), self.dtype, factors))
         assert not found.wrong
         assert found.judged == sum(map(len, self.told.answers[0]))
 
@@ -182,7 +180,7 @@ def test_transferred_pages_are_unchanged_and_answers_equal_the_models(both: Pair
         record_property(name, value)
         print(f"{name}: {value}")
     assert all(seen.values())
-    assert both.prefill.started["groups"] == ["FullAttentionSpec", "RingSpec"]
+    assert both.prefill.started["groups"] == ["FullAttentionSpec"]
     assert [one.started["layout"] for one in (both.prefill, both.decode)] == ["BHLNC", "BHLNC"]
 
 
@@ -196,7 +194,7 @@ def test_a_prompt_is_computed_anew_if_the_announced_blocks_do_not_match_it(both:
     told = [one["params"] for one in left]
     told[0]["remote_num_tokens"] -= 1
     told[1]["remote_block_ids"][0].pop()
-    told[2]["remote_block_ids"].pop()
+    told[2]["remote_block_ids"].append([1])
     del told[3]["remote_blocks_expiry_time"]
     told[4]["remote_block_ids"][0].append(1)
     assert_computed_anew(both, prompts, left)

@@ -56,6 +56,14 @@ def test_the_first_use_of_our_dtype_wraps_vllm_in_this_and_later_processes() -> 
     assert wrapped(vllm_attributes.replaced(**told.environment).registered) == wrapped(told.configured)
 
 
+@pytest.mark.parametrize(("dtype", "wraps"), [("k4v4", True), ("int8", False), ("mla8", False)])
+def test_only_a_dtype_with_residuals_wraps_the_scheduler(dtype: str, wraps: bool) -> None:
+    found = wrapped(vllm_attributes.replaced(**{plugin.DTYPE: dtype}).registered)
+    assert "vllm.platforms.cpu.CpuPlatform.get_attn_backend_cls" in found
+    names = ("sched.scheduler.Scheduler.__init__", "Scheduler.schedule", "WorkerWrapperBase.execute_model")
+    assert [any(one.endswith(name) for one in found) for name in names] == [wraps] * 3
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "wraps", "leaves"),
     [
@@ -221,7 +229,7 @@ def overrides(module: Any) -> Iterator[tuple[str, Any, Any]]:
                 yield f"{cls.__name__}.{name}", *pair
 
 
-OVERRIDING = ("backends.cpu", "backends.latent_cpu", "backends.packed", "recent.ring_layers", "recent.ring_spec",
+OVERRIDING = ("backends.cpu", "backends.latent_cpu", "backends.packed", "recent.residual_pool",
               "transfer.host_copies", "transfer.nixl_connector")  # fmt: skip
 
 

@@ -48,9 +48,7 @@ def engine(port: int, dtype: str = "k4v4", recent: str = "", **options: Any) -> 
 
 def room(dtype: str, recent: str) -> int:
     """Return the number of blocks for slightly more than two of the longest requests, or five of the shortest."""
-    window = window_of(dtype, recent)
-    ring = formats.parse(dtype).ring_blocks(window, 64, BLOCK) if window else 0
-    return max(44, 24 + 5 * ring)
+    return max(44, 24 + 5 * formats.parse(dtype).recent_pages(window_of(dtype, recent), 64, BLOCK))
 
 
 def window_of(dtype: str, recent: str = "") -> int:
@@ -63,7 +61,7 @@ class Shared:
 
     def __init__(self, each: list[Apart], dtype: str, window: int) -> None:
         self.each, self.dtype, self.window, self.rng = each, dtype, window, random.Random(20261125)
-        self.asked = Asked(str(tiny_llama()), dtype, [[]], [[]], {})
+        self.asked = Asked(str(tiny_llama()), dtype, [[]], [[]], {}, recent=window)
         self.told = Told(answers=[[]], block_size=BLOCK)
         self.places: dict[str, int] = {}
         self.left: dict[tuple[str, int], str] = {}  # content of the block that was stored first, by key and rank
@@ -123,7 +121,7 @@ class Shared:
             Factors(*(torch.cat([getattr(one, name) for one in layer]) for name in names))
             for layer in zip(*ranks, strict=True)
         ]
-        found = Judge(self.asked, self.told, Oracle(tiny_llama(), self.dtype, factors, recent=self.window))
+        found = Judge(self.asked, self.told, Oracle(tiny_llama(), self.dtype, factors))
         self.seen["preempted"] = found.preempted
         assert not found.wrong
         assert found.judged >= sum(map(len, self.told.answers[0]))
@@ -159,7 +157,7 @@ def test_pages_from_lmcache_are_unchanged_and_answers_equal_those_after_a_prefix
         record_property(name, value)
         print(f"{name}: {value}")
     assert both.seen["preempted"] > 0
-    assert both.each[0].started["groups"] == ["FullAttentionSpec", "RingSpec"]
+    assert both.each[0].started["groups"] == ["FullAttentionSpec"]
 
 
 def test_an_engine_with_other_factors_finds_none_of_the_pages(both: Shared, cache: Server) -> None:

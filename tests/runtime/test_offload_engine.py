@@ -1,8 +1,7 @@
 """A real engine that offloads to host memory: pages return unchanged, and answers equal those without offloading.
 
-The engine's cache holds a fraction of the active conversations, so most hits of a turn come from host memory. Only
-pages are offloaded, not the rings that hold the recent window. So a request begins with a ring that still holds rows of
-other tokens.
+The engine's cache holds a fraction of the active conversations, so most hits of a turn come from host memory. Residual
+pages are not offloaded, so tokens from host memory are read with the dtype's own bits.
 """
 
 import random
@@ -45,7 +44,7 @@ def test_answers_do_not_depend_on_where_pages_were_stored(
 ) -> None:
     question = conversations("k4v4", 14, 192, 44)
     told = serve(question)
-    found = Judge(question, told, Oracle(tiny_llama(), "k4v4", recent=64))
+    found = Judge(question, told, Oracle(tiny_llama(), "k4v4"))
     figures = {"judged": found.judged, "windowed": found.windowed, "loaded": told.loaded, "poisoned": told.poisoned,
                "cached": sum(map(sum, told.cached))}  # fmt: skip
     for name, value in figures.items():
@@ -63,7 +62,7 @@ def test_aborted_requests_and_late_copies_change_no_answer() -> None:
     requests = sum(map(len, question.rounds))
     question.given_up = [(n, rng.randint(1, 40)) for n in rng.sample(range(requests), requests // 3)]
     told = serve(question)
-    found = Judge(question, told, Oracle(tiny_llama(), "k4v4", recent=64))
+    found = Judge(question, told, Oracle(tiny_llama(), "k4v4"))
     answered = [len(answer) for answers in told.answers for answer in answers]
     asked = [count for tokens in question.tokens for count in tokens]
     cut_short = {n for n, (given, wanted) in enumerate(zip(answered, asked, strict=True)) if given < wanted}

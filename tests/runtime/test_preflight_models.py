@@ -197,23 +197,12 @@ def test_a_window_must_be_a_supported_size_and_not_longer_than_the_context() -> 
             serve.parse(["--model=m", f"--recent-tokens={wrong}"])
 
 
-def test_a_default_window_is_cut_to_the_context_and_counted_as_cut() -> None:
-    # 256 tokens of 144 bytes. The ring adds pages of 128 tokens, as many as 256 tokens need at head_dim 64.
-    pages = formats.parse("k2v2").ring_blocks(256, 64, 128)
-    exact = Request(str(tiny_llama()), "k2v2", max_model_len=256, kv_bytes=(256 + 128 * pages) * 144)
+def test_a_cache_needs_no_room_for_residual_pages_because_a_request_alone_does_without() -> None:
+    # 256 tokens of 144 bytes. The default window of 512 tokens is cut to the context.
+    exact = Request(str(tiny_llama()), "k2v2", max_model_len=256, kv_bytes=256 * 144)
     assert silent(check(exact))
-    assert "for the recent window" in refusal(replace(exact, kv_bytes=(exact.kv_bytes or 0) - 1)).message
+    assert refusal(replace(exact, kv_bytes=(exact.kv_bytes or 0) - 1)).reason == "DoesNotFit"
     assert "--recent-tokens 512 is more than the context of 256" in refusal(replace(exact, recent=512)).message
-
-
-def test_room_for_drafts_in_the_ring_is_counted() -> None:
-    assert [formats.parse("k4v4").ring_blocks(tokens, 64, 128) for tokens in (128, 136)] == [1, 2]
-    # 272 bytes a token: two layers of two KV heads.
-    without = Request(str(tiny_llama()), "k4v4", max_model_len=256, recent=128, kv_bytes=(256 + 128) * 272)
-    assert silent(check(without))
-    exact = replace(without, others=("-sc.method=ngram", "--spec-tokens=8"), kv_bytes=(256 + 2 * 128) * 272)
-    assert silent(check(exact))
-    assert "for the recent window" in refusal(replace(exact, kv_bytes=(exact.kv_bytes or 0) - 1)).message
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8", "int8"])
@@ -224,9 +213,7 @@ def test_a_window_for_an_8_bit_dtype_causes_a_warning_and_has_no_effect(dtype: s
     assert dtype in message
 
 
-def test_a_window_may_come_from_the_environment_or_an_option_and_the_ring_is_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_window_may_come_from_the_environment_or_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serve.parse(["--model=m"])[0].recent is None
     monkeypatch.setenv("KVPILOT_RECENT_TOKENS", "128")
     assert serve.parse(["--model=m"])[0].recent == 128
@@ -234,10 +221,6 @@ def test_a_window_may_come_from_the_environment_or_an_option_and_the_ring_is_cou
     monkeypatch.setenv("KVPILOT_RECENT_TOKENS", "12")
     with pytest.raises(PreflightError, match=r"'12' is not supported"):
         serve.parse(["--model=m"])
-    # 2,048 tokens of 272 bytes, and a page of 128 tokens for the ring.
-    exact = Request(str(tiny_llama()), "k4v4", max_model_len=2048, kv_bytes=2048 * 272)
-    assert silent(check(replace(exact, recent=0)))
-    assert "for the recent window" in refusal(exact).message
 
 
 def test_vllm_gets_the_layers_to_skip_as_separate_words_and_the_calibration_that_was_checked(

@@ -1,7 +1,7 @@
-"""Two tensor-parallel ranks of a real engine each have their own KV heads, rings and factors.
+"""Two tensor-parallel ranks of a real engine each have their own KV heads, residual pages and factors.
 
-As in `test_recent_engine.py`, requests share prefixes, come in chunks and are preempted, and rings start full of other
-tokens' rows. A rank that read another rank's factors or rows would give other answers.
+As in `test_recent_engine.py`, requests share prefixes and come in chunks, and residual pages start with random bytes. A
+rank that read another rank's factors or rows would give other answers.
 """
 
 import random
@@ -58,9 +58,9 @@ def joined(ranks: Sequence[Sequence[Factors]]) -> list[Factors]:
 
 def assert_answers(question: Asked, told: Told, factors: list[Factors], record: Any) -> None:
     """Check that answers match the factors and windows of all heads, and differ if two ranks exchange factors."""
-    found = Judge(question, told, Oracle(tiny_llama(), "k4v4", factors, recent=64))
+    found = Judge(question, told, Oracle(tiny_llama(), "k4v4", factors))
     figures = {
-        "judged": found.judged, "windowed": found.windowed, "preempted": found.preempted, "moved": told.moved,
+        "judged": found.judged, "windowed": found.windowed, "moved": told.moved,
         "cached": sum(map(sum, told.cached)), "poisoned": told.poisoned,
     }  # fmt: skip
     for name, value in figures.items():
@@ -70,8 +70,9 @@ def assert_answers(question: Asked, told: Told, factors: list[Factors], record: 
     assert all(figures.values())
     assert found.judged == sum(map(sum, question.tokens))
     exchanged = joined([[Factors(*(getattr(one, n).flip(0) for n in Factors.__dataclass_fields__)) for one in factors]])
-    for other in (Oracle(tiny_llama(), "k4v4", exchanged, recent=64), Oracle(tiny_llama(), "k4v4", factors)):
-        assert len(Judge(question, told, other, rounds=0).wrong) > len(told.answers)
+    for other, newest in ((exchanged, None), (factors, 0)):
+        wrong = Judge(question, told, Oracle(tiny_llama(), "k4v4", other), rounds=0, newest=newest).wrong
+        assert len(wrong) > len(told.answers)
 
 
 def test_two_ranks_calibrate_themselves_and_answer_as_one_model_under_one_hash(record_property: Any) -> None:

@@ -91,7 +91,7 @@ def several(counts: list[int], padding: int = 0) -> Several:
 
 
 def decode_rows(pages: GpuPages, table: torch.Tensor, lengths: list[int], counts: list[int] | None, query: torch.Tensor,
-                scale: float, rings: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+                scale: float) -> torch.Tensor:  # fmt: skip
     """Decode queries whose own tokens are not stored in pages. Return float32 [rows, heads, dim].
 
     Args:
@@ -100,7 +100,6 @@ def decode_rows(pages: GpuPages, table: torch.Tensor, lengths: list[int], counts
         counts: rows of `query` for each sequence; None means one row each. Further rows of `query` are padding.
         query: [rows, heads, dim].
         scale: factor on scores.
-        rings: block tables of the rings; None without a recent window.
     """
     rows = None if counts is None else several(counts, len(query) - sum(counts))
     plan = Plan(pages.shape, len(lengths), rows.most if rows else 1, len(query))
@@ -112,9 +111,9 @@ def decode_rows(pages: GpuPages, table: torch.Tensor, lengths: list[int], counts
     plan.update(lens, several=rows)
     nothing = torch.full((len(query), pages.shape.kv_heads, pages.shape.head_dim), torch.nan)
     padding = torch.full((len(query),), -1)
-    pages.store(query, nothing, nothing, padding, plan, len(query), scale, None if rings is None else padding)
+    pages.store(query, nothing, nothing, padding, plan, len(query), scale)
     out = torch.full_like(query, torch.nan)
-    pages.decode(table, lens, plan, out, rings)
+    pages.decode(table, lens, plan, out)
     return out
 
 

@@ -1,4 +1,4 @@
-"""A real vLLM in one process. It records its steps, and its ring buffers start with rows of other tokens, as if reused.
+"""A real vLLM in one process. It records its steps, and fills residual pages with random bytes when a block gets them.
 
 `python -m support.stepped_engine` reads the fields of `Asked` as a JSON object from stdin. It writes those of `Told` as
 the last line of stdout.
@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
+from kvpilot_runtime.vllm_api.hooks import CHANGES
 from kvpilot_smallmodels.stepping import in_steps
 from support.own_process import ask
 from support.right_drafts import right_drafts
@@ -28,10 +29,10 @@ class Asked:
         recent: tokens of the recent window; None for the default.
         drafts: largest number of draft tokens of a sequence in a step; 0 turns speculation off.
         method: vLLM's method of speculation.
-        right: expected answers. Drafts of random length come from them, and some get a wrong token. Answers of
-            random weights repeat themselves too rarely for ngram drafts.
-        trusting: True reads ring rows without a check of their tags, unlike our engines.
-        given_up: requests that their clients cancel: the number over all rounds, and the step of the request's round.
+        right: expected answers. Drafts of random length come from them, and some get a wrong token. Random weights
+            repeat themselves too rarely for ngram drafts.
+        careless: True gives residual pages to blocks with stored tokens, too, unlike our engines.
+        given_up: requests that their client cancels: number over all rounds, and step of its round.
         late: number of steps by which offloading copies are delayed.
         calibration: a file of factors, `off`, or an empty string for an engine that calibrates itself.
         drafter: the draft model, if the method needs a separate one.
@@ -47,7 +48,7 @@ class Asked:
     drafts: int = 0
     method: str = "ngram"
     right: list[list[list[int]]] = field(default_factory=list)
-    trusting: bool = False
+    careless: bool = False
     given_up: list[tuple[int, int]] = field(default_factory=list)
     late: int = 0
     calibration: str = "off"
@@ -63,14 +64,15 @@ class Told:
         answers: answers by round and prompt.
         cached: tokens from the prefix cache or host memory, by round and prompt.
         steps: steps of all requests in order. Each has the request's number over all rounds, the first position, the
-            number of tokens, True if the request starts or restarts, and its blocks. Between them are offloading
-            copies: `stored` or `loaded` holds pairs of a block and the number of the stored bytes.
+            number of tokens, True if the request starts or restarts, its blocks, and the indices of its blocks with
+            residual pages. Between them are offloading copies: `stored` or `loaded` holds pairs of a block and the
+            number of the stored bytes.
         loaded, changed: blocks of all groups that came back from host memory, and those with a changed byte.
         block_size: tokens of a block.
         moved: how often a request changed its row of the batch between steps.
-        poisoned: number of ring pages that were overwritten.
-        drafted, accepted: numbers of draft tokens and of accepted ones; `accepted` lacks the last step of each request.
-        factors: factors of each rank, see `RingWorker.factors_of_rank`.
+        poisoned: number of residual pages that were overwritten.
+        drafted, accepted: number of draft tokens, and of accepted ones. `accepted` lacks the last step of each request.
+        factors: factors of each rank, see `ResidualWorker.factors_of_rank`.
         metrics: kvpilot's lines on /metrics.
         groups: spec class and layer names of each KV-cache group.
         layout: layout of the KV cache.
@@ -106,10 +108,10 @@ def serve(asked: Asked) -> Told:
 
 
 class Steps:
-    """Hook before an executor's `execute_model` that records each step, and overwrites rings that requests get."""
+    """Hook before an executor's `execute_model` that records each step, and overwrites residual pages of blocks."""
 
     def __init__(self, core: Any, asked: Asked, told: Told) -> None:
-        self.told, self.choose, self.pick = told, random.Random(1), random.Random(1)
+        self.told, self.choose = told, random.Random(1)
         self.executor = core.model_executor
         if asked.right and asked.method == "ngram":
             worker = self.executor.driver_worker.worker
@@ -120,11 +122,10 @@ class Steps:
         kinds = [type(g.kv_cache_spec).__name__ for g in groups]
         told.groups = [(kind, list(group.layer_names)) for kind, group in zip(kinds, groups, strict=True)]
         self.pages = next(i for i, k in enumerate(kinds) if k == "FullAttentionSpec")
-        self.rings = kinds.index("RingSpec") if "RingSpec" in kinds else None
         told.block_size = groups[self.pages].kv_cache_spec.block_size
         self.numbers: dict[str, int] = {}
         self.tables: dict[str, list[int]] = {}
-        self.owned: dict[str, list[int]] = {}
+        self.refined: set[int] = set()
         self.rows: dict[str, int] = {}
         self.drafts: dict[str, int] = {}  # start of the step in which a request's drafts were verified
         told.layout = getattr(self.executor.vllm_config.cache_config, "kv_cache_layout", None)
@@ -170,10 +171,15 @@ class Steps:
         return drafts
 
     def before(self, scheduled: Any) -> list[str]:
-        """Record a step's requests, and fill their new rings with rows of other requests."""
+        """Record a step's requests, and fill new residual pages with random bytes."""
         for request in scheduled.finished_req_ids | (scheduled.preempted_req_ids or set()):
-            self.owned.pop(request, None)
             self.rows.pop(request, None)
+        for block, pages in getattr(scheduled, CHANGES, {}).items():
+            self.refined.discard(block)
+            if pages:
+                self.refined.add(block)
+                self.told.poisoned += len(pages)
+                self.ask("poison", list(pages), self.told.poisoned)
         cached = scheduled.scheduled_cached_reqs
         found = [(r.req_id, r.num_computed_tokens, r.block_ids, True) for r in scheduled.scheduled_new_reqs]
         found += [
@@ -189,25 +195,15 @@ class Steps:
                 self.drafts[request] = begin
                 self.told.drafted += drafted
             if anew:
-                self.tables[request], self.owned[request] = [], []
+                self.tables[request] = []
             if blocks is not None:
                 self.tables[request] += blocks[self.pages]
-                if self.rings is not None:
-                    for block in blocks[self.rings]:
-                        self.poison(block)
-                    self.owned[request] += blocks[self.rings]
+            table = list(self.tables[request])
             self.told.steps.append(
                 {"request": number, "begin": begin, "tokens": scheduled.num_scheduled_tokens[request], "anew": anew,
-                 "table": list(self.tables[request])}
+                 "table": table, "refined": [i for i, block in enumerate(table) if block in self.refined]}
             )  # fmt: skip
         return [request for request, *_ in found]
-
-    def poison(self, block: int) -> None:
-        """Fill a ring page with the rows of another request."""
-        self.told.poisoned += 1
-        live = [b for owned in self.owned.values() for b in owned if b != block]
-        other = self.pick.choice(live) if live else None
-        self.ask("poison_ring", block, other, self.told.poisoned)
 
 
 def expected(asked: Asked) -> list[list[int]]:
@@ -216,17 +212,31 @@ def expected(asked: Asked) -> list[list[int]]:
     return [prompt + answer for prompt, answer in pairs]
 
 
+def give_carelessly() -> None:
+    """Let the scheduler give residual pages to all newest blocks, also to those with stored tokens."""
+    from kvpilot_runtime.recent import residual_pool
+
+    manager: Any = residual_pool.ResidualManager
+    stock = manager._claim
+
+    def claim(self: Any, request: Any, *args: Any) -> None:
+        stock(self, request, *args)
+        for manager, newest in self.refined.items():
+            for block in manager.req_to_blocks[request.request_id][-newest:]:
+                if block.block_id not in self.block_pool.claims.pages:
+                    self.block_pool.refine(block.block_id, request.request_id)
+
+    manager._claim = claim
+
+
 def main() -> None:
     """Serve the requests that stdin describes, and print the observations."""
     asked = Asked(**json.load(sys.stdin))
     from prometheus_client import generate_latest
     from vllm import LLM
 
-    if asked.trusting:
-        from kvpilot_kernels import ring
-        from kvpilot_kernels.reference.residual import split_ring_meta
-
-        vars(ring)["split_ring_meta"] = lambda *args: (split_ring_meta(*args)[0], split_ring_meta(*args)[1] | True)
+    if asked.careless:
+        give_carelessly()
     if asked.drafts:
         lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if asked.method == "ngram" else {}
         drafter = {"model": asked.drafter} if asked.drafter else {}
@@ -236,7 +246,7 @@ def main() -> None:
     options = {"enforce_eager": True, "skip_tokenizer_init": asked.calibration == "off", **asked.options}
     llm = LLM(
         asked.model, kv_cache_dtype=asked.dtype, dtype="float32",
-        worker_extension_cls="support.ring_worker.RingWorker", **options,
+        worker_extension_cls="support.residual_worker.ResidualWorker", **options,
     )  # fmt: skip
     told, engine = Told(), llm.llm_engine
     told.factors = engine.engine_core.engine_core.model_executor.collective_rpc("factors_of_rank")

@@ -9,16 +9,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.accuracy.accuracy_rows import AGAINST_EXACT, SERVED, bits, engine, every_name, reading
-from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 
 
-def test_a_ring_is_counted_in_whole_pages_over_4096_tokens():
+def test_residual_pages_are_counted_in_whole_blocks_over_4096_tokens():
     assert bits("k4v4", 128) == 4.25
-    assert bits("k4v4+self+w64", 128) == pytest.approx(4.25 * (1 + 64 / 4096))
-    assert bits("k4v4+self+w65", 128) == pytest.approx(4.25 * (1 + 128 / 4096))
-    pages = formats.parse("k2v2").ring_blocks(512, 128, 64)
-    assert bits("k2v2+self+w512", 128) == pytest.approx(2.25 * (1 + pages * 64 / 4096))
+    assert bits("k4v4+self+w64", 128) == pytest.approx(4.25 * (1 + 2 * 64 / 4096))
+    assert bits("k4v4+self+w65", 128) == pytest.approx(4.25 * (1 + 3 * 64 / 4096))
+    assert bits("k2v2+self+w512", 128) == pytest.approx(2.25 * (1 + 9 * 3 * 64 / 4096))
     assert bits("int8+self", 128) == 8.25
 
 
@@ -32,7 +30,7 @@ def test_every_row_name_of_the_accuracy_table_can_be_parsed():
     for name in every_name():
         found = reading(name, factors)
         assert found.pages(0).key(torch.ones(3, 2, 64)).shape == (3, 2, 64)
-        assert (found.fine is None) == (found.recent == 0)
+        assert (found.fine is None) == (found.newest == 0)
         assert bits(name, 64) > 2
     assert {*SERVED, *AGAINST_EXACT} <= set(every_name())
 

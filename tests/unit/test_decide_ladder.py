@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvpilot_formats import formats
-from kvpilot_operator.decide.steps.capacity import OWN_BLOCK, gain, ring_share
+from kvpilot_operator.decide.steps.capacity import OWN_BLOCK, gain, window_share
 from kvpilot_operator.decide.steps.ladder import hardware_fault, infeasible, rungs
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from support.policy_inputs import denied
@@ -117,15 +117,15 @@ def test_with_many_16_bit_window_layers_a_dtype_gains_too_little():
     assert reason("fp8", all_layers, model=mostly) is None
 
 
-def test_ring_pages_reduce_the_gain_of_short_sequences():
-    # At head_dim 128 one page of k4v4 holds the window of 64 tokens. A page of k2v2 holds 23 tokens, so a window of 512
-    # takes 23 pages.
-    assert ring_share("k4v4", LLAMA, 64, 2048) == 64 / 2048
-    assert ring_share("k2v2", None, 512, 2048) == 23 * 64 / 2048
-    assert ring_share("k4v4", LLAMA, 64, 1) == 1
-    assert ring_share("k4v4", LLAMA, 512, 100) == 2 * 64 / 100  # a short sequence needs pages for its own tokens only
+def test_residual_pages_reduce_the_gain_of_short_sequences():
+    # A window of 64 tokens is the newest 2 blocks, with a residual page each in k4v4. One of 512 tokens is the newest 9
+    # blocks, with 3 residual pages each in k2v2.
+    assert window_share("k4v4", LLAMA, 64, 2048) == 2 * 64 / 2048
+    assert window_share("k2v2", None, 512, 2048) == 9 * 3 * 64 / 2048
+    assert window_share("k4v4", LLAMA, 64, 1) == 1
+    assert window_share("k4v4", LLAMA, 512, 100) == 2 * 64 / 100  # a short sequence has few blocks
     for dtype, recent, held in (("fp8", 64, 2048), ("int8", 64, 2048), ("k4v4", 0, 2048), ("k4v4", 64, None)):
-        assert ring_share(dtype, LLAMA, recent, held) == 0
+        assert window_share(dtype, LLAMA, recent, held) == 0
     assert gain("auto", "k4v4", LLAMA, (), (0.0, 1 / 32)) == pytest.approx(16 / (4.25 * (1 + 1 / 32)))
     assert gain("k4v4", "auto", LLAMA, (), (1.0, 0.0)) == pytest.approx(8.5 / 16)
     half = replace(LLAMA, window_layers=16)
@@ -139,14 +139,16 @@ def test_ring_pages_reduce_the_gain_of_short_sequences():
     st.integers(0, 2**17),
 )
 @example("k2v2", 64, 12, 35)
-def test_a_rings_share_is_bounded_and_grows_no_faster_than_the_sequence(dtype, recent, held, longer):
+def test_a_windows_pages_grow_with_the_sequence_up_to_those_of_its_newest_blocks(dtype, recent, held, longer):
+    stored = formats.parse(dtype)
     for dim in formats.HEAD_DIMS:
         model = replace(LLAMA, head_dim=dim)
-        share = ring_share(dtype, model, recent, held)
-        assert 0 <= share <= ring_share(dtype, model, max(formats.RECENT_CHOICES), held)
-        # In bytes, the ring grows at most in proportion to the sequence, plus one page that is not full.
-        taken, later = (ring_share(dtype, model, recent, n) * max(n, OWN_BLOCK) for n in (held, held + longer))
-        assert later <= taken * (held + longer) / held + OWN_BLOCK
+        taken, later = (
+            window_share(dtype, model, recent, n) * max(n, OWN_BLOCK) / OWN_BLOCK for n in (held, held + longer)
+        )
+        assert 0 <= taken <= later + 1e-6
+        assert later <= stored.recent_pages(recent, dim, OWN_BLOCK) + 1e-6
+        assert taken <= stored.residual_pages(dim, OWN_BLOCK) * -(-held // OWN_BLOCK) + 1e-6
 
 
 def test_a_dtype_denied_with_another_recent_window_may_be_tried():

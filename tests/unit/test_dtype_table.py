@@ -15,7 +15,7 @@ def test_every_dtype_of_ours_has_a_measured_share_of_bandwidth(name: str) -> Non
 @pytest.mark.parametrize("name", formats.FORMATS)
 def test_every_dtype_of_ours_below_8_bits_has_a_default_window_that_can_be_served(name: str) -> None:
     fmt = formats.parse(name)
-    assert bool(fmt.window) == fmt.has_ring, "say which window is its default: benchmarks/accuracy/accuracy.py measures"
+    assert bool(fmt.window) == fmt.has_residuals, "say its default window: benchmarks/accuracy/accuracy.py measures"
     assert fmt.window in formats.RECENT_CHOICES
 
 

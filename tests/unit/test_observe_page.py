@@ -129,7 +129,7 @@ def test_calibration_hash_and_recent_window_are_read() -> None:
     lines += 'kvpilot_recent_window_info{dtype="k4v4",reason="",tokens="128"} 1.0\n'
     page = parse_page(PAGE + lines)
     assert (page.factors, page.recent_tokens) == ("0fd35bb7a1c2e394", 128)
-    off = 'kvpilot_recent_window_info{dtype="k4v4",reason="VllmWithoutRings",tokens="0"} 1.0\n'
+    off = 'kvpilot_recent_window_info{dtype="k4v4",reason="ShortContext",tokens="0"} 1.0\n'
     assert parse_page(PAGE + off).recent_tokens == 0
     assert (parse_page(PAGE).factors, parse_page(PAGE).recent_tokens) == ("", None)
 

@@ -37,15 +37,15 @@ def test_capacities_are_within_half_a_percent_of_those_measured_on_an_h200():
         assert planned[run["dtype"]] == pytest.approx(run["kv_tokens"], rel=0.005)
 
 
-def test_layers_with_chunked_attention_are_in_the_dtype_and_without_a_recent_window():
+def test_layers_with_chunked_attention_are_in_the_dtype_and_have_no_residual_pages():
     full = replace(models.find("Llama-3-8B"), sliding_layers=0)
     chunked = replace(full, sliding_layers=24, window=8192, chunked=True)
     small, wide = cache(chunked, "k4v4", 1), cache(chunked, "auto", 1)
     assert small.window_token_bytes == 3 * small.full_token_bytes
     assert small.window_token_bytes < wide.window_token_bytes / 3.5
     assert small.block == small.window_block == cache(full, "k4v4", 1).block
-    assert cache(full, "k4v4", 1).ring_blocks
-    assert not small.ring_blocks
+    without = cache(chunked, "k4v4", 1, 0)
+    assert small.held(8192) == without.held(8192) + 2 * small.full_groups
 
 
 def test_the_tokens_of_a_gibibyte_equal_vllms_report_for_smollm2():
@@ -91,7 +91,7 @@ def test_a_sequence_past_its_windows_grows_only_in_the_full_layers(model, dtype,
     if infeasible(model, dtype, find_gpu("H200")):
         return
     layout = cache(model, dtype, 1)
-    context = model.window + layout.ring_blocks * layout.ring_tokens + beyond
+    context = model.window + layout.recent_blocks * layout.block + beyond
     grown = layout.held(context + 10 * layout.block) - layout.held(context)
     assert grown == 10 * layout.full_groups
 
@@ -126,14 +126,14 @@ def test_a_dtype_with_fewer_bits_never_holds_fewer_tokens(model, blocks, gigabyt
 @pytest.mark.parametrize(
     ("dtype", "recent", "context", "blocks"),
     [
-        ("k4v4", None, 2048, 32 + 1),
+        # A window of 64 tokens is the newest 2 blocks, one of 128 tokens 3 blocks, and one of 512 tokens 9 blocks.
+        ("k4v4", None, 2048, 32 + 2),
         ("k4v4", 0, 2048, 32),
-        ("k8v4", None, 2048, 32 + 1),
-        ("k4v2", None, 2048, 32 + 4),
-        ("k4v2", 64, 2048, 32 + 2),
-        ("k2v2", None, 2048, 32 + 23),
-        ("k2v2", 512, 2048, 32 + 23),
-        ("k2v2", 512, 30, 1 + 2),  # a page of the ring holds 23 tokens, and the sequence has 30
+        ("k8v4", None, 2048, 32 + 2),
+        ("k4v2", None, 2048, 32 + 3 * 2),
+        ("k4v2", 64, 2048, 32 + 2 * 2),
+        ("k2v2", None, 2048, 32 + 9 * 3),
+        ("k2v2", 512, 30, 1 + 3),  # the sequence has one block
         ("int8", 512, 2048, 32),
         ("fp8", 512, 2048, 128),
     ],
@@ -144,15 +144,15 @@ def test_every_sequence_holds_the_pages_of_its_recent_window(dtype, recent, cont
 
 def test_the_plan_cuts_a_default_window_to_a_short_context_as_the_engine_does():
     short = replace(models.find("Llama-3.1-8B"), max_positions=300)
-    assert cache(short, "k2v2", 1).held(300) == 5 + 12  # 256 tokens in blocks, 23 tokens in a ring page
+    assert cache(short, "k2v2", 1).held(300) == 5 + 5 * 3  # the sequence has all 5 blocks in its window of 256 tokens
     (row,) = make(Request(short, find_gpu("H200"), dtypes=("k2v2",))).rows
     assert (row.recent_tokens, row.capacities[-1].context_tokens) == (256, 300)
 
 
 def test_only_full_layers_have_a_recent_window():
-    # Blocks and recent windows have 256 tokens, so a window takes one page. 10 of 62 layers are full.
+    # 10 of 62 layers are full. Their blocks have 256 tokens, so a window of 256 tokens is the newest 2 blocks.
     layout, without = (cache(models.find("gemma-3-27b-it"), "k4v4", 1, recent) for recent in (256, 0))
-    assert layout.held(8192) == without.held(8192) + layout.full_groups
+    assert layout.held(8192) == without.held(8192) + 2 * layout.full_groups
 
 
 @given(st.sampled_from(PLAIN), st.sampled_from(DTYPES), st.integers(1, 2**17), st.data())

@@ -46,7 +46,7 @@ def test_the_recent_window_is_planned_for_and_can_be_chosen(capsys):
     assert of_each == {name: FORMATS[name].window for name in of_each}
     assert (of_each["fp8"], of_each["k4v4"], of_each["k4v2"]) == (0, 64, 128)
     rows = {n: next(row for row in plan["dtypes"] if row["dtype"] == "k4v4") for n, plan in plans.items()}
-    assert (rows[64]["recent_tokens"], rows[64]["recent_bytes_per_sequence"]) == (64, 64 * 87_040)
+    assert (rows[64]["recent_tokens"], rows[64]["recent_bytes_per_sequence"]) == (64, 2 * 64 * 87_040)
     assert (rows[0]["recent_tokens"], rows[0]["recent_bytes_per_sequence"]) == (0, 0)
     assert sequences(plans[64], "k4v4", 2048) < sequences(plans[0], "k4v4", 2048)
     assert sequences(plans[64], "fp8", 2048) == sequences(plans[0], "fp8", 2048)

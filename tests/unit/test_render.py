@@ -25,7 +25,7 @@ def test_a_recent_window_that_is_requested_reaches_the_engines_that_have_one_and
     plain, asked = (spec_of(manifest(kvCache=kv_cache)) for kv_cache in ({}, {"recentTokens": 128}))
     before, after = (pod_template("chat", spec, dtype) for spec in (plain, asked))
     arguments = after["spec"]["containers"][0]["args"]
-    if dtypes.parse(dtype).has_ring:
+    if dtypes.parse(dtype).has_residuals:
         assert "--recent-tokens=128" in arguments
         assert revision(before) != revision(after)
     else:

@@ -87,8 +87,8 @@ class Cache:
       full_groups, window_groups: groups of each kind.
       window: length of the sliding window in tokens.
       full_token_bytes, window_token_bytes: bytes of one token in all full-attention layers, and in all with a window.
-      ring_blocks: largest number of blocks for a sequence's recent window in each full group; 0 without one.
-      ring_tokens: tokens of the recent window in a page.
+      recent_blocks: newest blocks of a sequence that have residual pages in each full group; 0 without a recent window.
+      residual_pages: residual pages of a block.
     """
 
     block: int
@@ -100,8 +100,13 @@ class Cache:
     window: int
     full_token_bytes: int
     window_token_bytes: int
-    ring_blocks: int = 0
-    ring_tokens: int = 1
+    recent_blocks: int = 0
+    residual_pages: int = 0
+
+    @property
+    def recent_bytes(self) -> int:
+        """Return the bytes of a long sequence's recent window."""
+        return self.recent_blocks * self.residual_pages * self.full_token_bytes * self.block
 
     def blocks(self, kv_bytes: int) -> int:
         """Return the number of blocks that fit in `kv_bytes` of one GPU."""
@@ -110,11 +115,10 @@ class Cache:
     def held(self, context: int) -> int:
         """Return the number of blocks that a sequence of `context` tokens takes.
 
-        A sliding window may begin and end inside a block. Pages of the recent window are allocated one by one, as the
-        sequence grows.
+        A sliding window may begin and end inside a block.
         """
-        ring = min(-(-context // self.ring_tokens), self.ring_blocks)
-        full = (-(-context // self.block) + ring) * self.full_groups
+        blocks = -(-context // self.block)
+        full = (blocks + self.residual_pages * min(self.recent_blocks, blocks)) * self.full_groups
         if context <= self.window:
             return full + -(-context // self.window_block) * self.window_groups
         return full + (-(-self.window // self.window_block) + 1) * self.window_groups
@@ -132,7 +136,7 @@ def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None)
     """Return the layout of the KV cache for this dtype.
 
     Layers with a sliding window stay in 16 bits, the default of engines that the operator starts. Layers with chunked
-    attention use `dtype`, and a model that has such layers gets no recent window.
+    attention use `dtype`. Only full-attention layers have a recent window.
 
     `recent_tokens` is the length of the recent window, or None for the dtype's default. Dtypes without a window ignore
     it.
@@ -168,14 +172,12 @@ def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None)
     else:
         group = full or windows
         row = row if full else wide
-    ring = (
-        stored.ring_layout(model.head_dim, block)
-        if isinstance(stored, formats.Format) and recent and full and not (model.state_layers or model.chunked)
-        else None
-    )
+    newest = refined = 0
+    if isinstance(stored, formats.Format) and full:
+        newest, refined = stored.recent_blocks(recent, block), stored.residual_pages(model.head_dim, block)
     return Cache(
-        ring_blocks=0 if ring is None else -(-recent // ring.tokens),
-        ring_tokens=1 if ring is None else ring.tokens,
+        recent_blocks=newest,
+        residual_pages=refined,
         block=block,
         window_block=window_block,
         page_bytes=row * block,

@@ -11,6 +11,6 @@ Words of these modules:
 - *Split*: consecutive tiles of one sequence. One program attends to one split. A *merge* joins the results of a
   sequence's splits.
 - *Wave*: the largest number of splits that run at the same time. A *plan* has the splits of a step.
-- *Ring*: pages with the residuals of a sequence's last tokens (the recent window). A *residual* refines a code to 8
-  bits. Its *digits* are as wide as a code, and are packed like codes. A *tag* is a hash that identifies its token.
+- *Residual*: refines a code to 8 bits in the recent window. Its *digits* are as wide as a code, and are packed like
+  codes. *Residual pages* hold the residuals of one block.
 """

@@ -1,4 +1,4 @@
-"""Ring rows in plain torch: residuals, which refine a token's codes to 8 bits, and tags, which identify the token.
+"""Residuals in plain torch. They refine a token's codes to 8 bits.
 
 Let c be the codes of b bits, s the scales and z the zero points of a row x (`quantize`), n = 2^(8 - b), and
 h = (n - 1) / 2. Then r is the residual, and x' the refined row::
@@ -6,15 +6,13 @@ h = (n - 1) / 2. Then r is the residual, and x' the refined row::
     r = clamp(round((x / s + z - c) * n / 2^e + h), 0, n - 1)        x' = s * (c - z) + s * 2^e / n * (r - h)
 
 The largest |x / s + z - c| of a group determines its exponent e: 0, or 1 or 2 if the encoder has clipped large values.
-`kvpilot_formats.layouts` describes the bytes of a ring's page.
+`kvpilot_formats.layouts` describes the bytes of a residual page.
 """
 
 import torch
 
-from kvpilot_formats.layouts import RING_REACH
+from kvpilot_formats.layouts import RESIDUAL_REACH
 from kvpilot_kernels.reference.quantize import pack, scale_and_zero, split, unpack
-
-_MASK = 0xFFFFFFFF
 
 
 def half(bits: int) -> float:
@@ -44,7 +42,7 @@ def encode_residual(
     off = split(x.float(), groups) * inverse + zero.unsqueeze(-1) - split(codes.float(), groups)
     off = torch.where(scale > 0, off, 0.0).nan_to_num_(0.0)
     largest = off.abs().amax(-1)
-    exponents = (largest > RING_REACH).int() + (largest > 2 * RING_REACH)
+    exponents = (largest > RESIDUAL_REACH).int() + (largest > 2 * RESIDUAL_REACH)
     r = (off * (count / exponents.float().exp2().unsqueeze(-1)) + half(bits)).round().clamp_(0, count - 1)
     return r.to(torch.uint8).flatten(-2), exponents
 
@@ -74,29 +72,3 @@ def unpack_digits(digits: torch.Tensor, bits: int) -> torch.Tensor:
     for row in rows[1:]:
         r = r << bits | row
     return r
-
-
-def tags(packed: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
-    """Return 14-bit tags, one per group, that identify a token's row of keys or of values.
-
-    Args:
-        packed: packed codes, uint8 [..., bytes].
-        meta: scale metadata, int16 [..., groups].
-
-    Returns:
-        int64 [..., groups].
-    """
-    u = split(packed, meta.shape[-1])[..., :2].long()
-    u = u[..., 0] | u[..., 1] << 8
-    return (u * 0x9E3779B1 + (meta.long() & 0xFFFF) * 0x85EBCA77 & _MASK) >> 18
-
-
-def ring_meta(tags: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Combine tags and exponents, [..., groups] each, into the metadata of a ring row, int16 [..., groups]."""
-    return (tags << 2 | exponents.long()).to(torch.int16)
-
-
-def split_ring_meta(meta: torch.Tensor, tags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the exponents, int64 [..., groups], and bool [...]: True if the metadata contains `tags`."""
-    wide = meta.long() & 0xFFFF
-    return wide & 3, (wide >> 2 == tags)[..., :2].all(-1)

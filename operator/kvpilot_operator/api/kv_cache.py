@@ -55,11 +55,11 @@ class Offload(Record, frozen=True):
 
 
 _RECENT_TOKENS = Meta(
-    description="Number of newest tokens of each sequence that are read at 8 bits. A larger number is more accurate "
-    "and takes more memory for each sequence. 0 turns this off. If not set, each dtype's default: "
-    f"{formats.default_windows()}; other dtypes ignore this field. If the model's longest context is shorter than the "
-    "default, the largest allowed value within that context applies. A change starts a new revision of these dtypes, "
-    "and denied ones may be tried again."
+    description="Number of newest tokens of each sequence that are read at 8 bits, with the rest of their blocks. A "
+    "larger number is more accurate and takes more memory for each sequence. 0 turns this off. If not set, each "
+    f"dtype's default: {formats.default_windows()}; other dtypes ignore this field. If the model's longest context is "
+    "shorter than the default, the largest allowed value within that context applies. A change starts a new revision "
+    "of these dtypes, and denied ones may be tried again."
 )
 
 
@@ -100,4 +100,4 @@ class KVCache(Record, frozen=True):
 
     def recent_tokens_of(self, dtype: str) -> int | None:
         """Return the recent window for an engine with this dtype; None if none is set, or the dtype has no window."""
-        return self.recent_tokens if dtypes.parse(dtype).has_ring else None
+        return self.recent_tokens if dtypes.parse(dtype).has_residuals else None

@@ -16,11 +16,9 @@ from kvpilot_formats import formats
 from kvpilot_formats.hardware import BLOCK_STEPS
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.places import owners
-from kvpilot_kernels.ring import ring_slots
 from kvpilot_runtime.backends import prefix_lm
-from kvpilot_runtime.backends.packed import PackedBackend, PackedBuilder, PackedImpl, RingBackend, classes_of
+from kvpilot_runtime.backends.packed import PackedBackend, PackedBuilder, PackedImpl, classes_of
 from kvpilot_runtime.errors import UnsupportedModelError
-from kvpilot_runtime.recent.ring_layers import Rings
 from kvpilot_runtime.speculation import drafts
 
 
@@ -48,6 +46,7 @@ class Metadata:
         block_table: int32 [sequences, blocks].
         decode_rows: int64 [decoding tokens], rows of the batch.
         decode_sequences: int64 [decoding tokens], the sequence of each row in `decode_rows`.
+        decode_ends: int32 [decoding tokens], stored tokens of the sequence of each row in `decode_rows`.
         prefills: sequences that do not decode.
         ordinals: int32 [tokens], each token's position in its sequence, counted from 1.
         mm_prefix_range: ranges of image tokens that attend in both directions, by sequence. Keep this name: for layers
@@ -56,6 +55,7 @@ class Metadata:
 
     block_table: torch.Tensor
     decode_sequences: torch.Tensor
+    decode_ends: torch.Tensor
     decode_rows: torch.Tensor
     prefills: list[Prefill]
     slot_mapping: torch.Tensor
@@ -83,26 +83,9 @@ class CpuBuilder(PackedBuilder):
             prefills.append(Prefill(i, start, end, int(common.seq_lens[i]) - (end - start)))
         rows = decode[owner].nonzero().flatten()
         both_ways = prefix_lm.spans(common, [(p.sequence, p.context, p.end - p.start) for p in prefills])
-        return Metadata(common.block_table_tensor[:sequences], owner[rows], rows, prefills, common.slot_mapping,
-                        ordinals, both_ways)  # fmt: skip
-
-
-class CpuRingBuilder(PackedBuilder):
-    """Builder that makes a batch's `Rings` once for all layers."""
-
-    def describe(self, common: Any) -> Rings:
-        """Return the places of the batch's tokens in rings. On a CPU, `Rings.table` has one row per token."""
-        spec = self.kv_cache_spec
-        sequences = common.num_reqs
-        starts = common.query_start_loc[: sequences + 1].long()
-        seq_lens = common.seq_lens[:sequences].long()
-        owner, ordinals = owners(starts, seq_lens, int(starts[-1]))
-        table = common.block_table_tensor[:sequences, : spec.ring_blocks]
-        # vLLM fills unused entries with block 0, which belongs to no request; `ring_slots` expects -1 there.
-        table = table.masked_fill(table <= 0, -1)[owner]
-        slots = torch.full((common.slot_mapping.shape[0],), -1)
-        slots[: len(owner)] = ring_slots(ordinals - 1, seq_lens[owner], table, spec.kept, spec.ring_tokens)
-        return Rings(slots, table)
+        owner = owner[rows]
+        return Metadata(common.block_table_tensor[:sequences], owner, common.seq_lens[owner], rows, prefills,
+                        common.slot_mapping, ordinals, both_ways)  # fmt: skip
 
 
 class CpuImpl(PackedImpl):
@@ -116,13 +99,10 @@ class CpuImpl(PackedImpl):
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Quantize a step's keys and values, [tokens, kv_heads, head_dim], and store them in their slots."""
-        rings, ring_slots = self.rings(), None
-        if self.ring is not None:
-            ring_slots = torch.full_like(slot_mapping, -1) if rings is None else rings.slots[: slot_mapping.shape[0]]
         # vLLM's warm-up has no metadata. All its slots are padding, so no ordinals are needed.
         step = get_forward_context().attn_metadata
         ordinals = step[layer.layer_name].ordinals if step else None
-        self.pages_of(layer, kv_cache).store(key, value, slot_mapping, ring_slots, ordinals)
+        self.pages_of(layer, kv_cache).store(key, value, slot_mapping, ordinals)
 
     def forward(
         self,
@@ -151,9 +131,7 @@ class CpuImpl(PackedImpl):
         if meta.decode_rows.numel():
             rows = meta.decode_rows
             table, lens = meta.block_table[meta.decode_sequences].long(), meta.ordinals[rows]
-            rings = self.rings()
-            ring_table = None if rings is None else rings.table[rows]
-            found = pages.decode(query[rows], table, lens, self.scale, self.softcap, ring_table, self.sinks)
+            found = pages.decode(query[rows], table, lens, self.scale, self.softcap, self.sinks, meta.decode_ends)
             out[rows] = found.to(out.dtype)
         for p in meta.prefills:
             new = slice(p.start, p.end)
@@ -173,26 +151,16 @@ class CpuImpl(PackedImpl):
     def pages_of(self, layer: Any, kv_cache: torch.Tensor) -> PackedPages:
         """Return this layer's cache as packed pages. Create the views only in the first call."""
         if self._pages is None or self._pages[0] != kv_cache.data_ptr():
-            ring = self.ring.kv_cache if self.ring is not None else None
-            pages = PackedPages(
-                kv_cache, self.fmt, self.head_size, self.factors(layer), ring, self.recent or 0, self.drafts
-            )
+            pages = PackedPages(kv_cache, self.fmt, self.head_size, self.factors(layer), self.residuals(kv_cache))
             self._pages = kv_cache.data_ptr(), pages
         return self._pages[1]
-
-
-class CpuRingBackend(RingBackend):
-    """Backend of ring layers (layers that store the recent windows) on a CPU."""
-
-    block_step = BLOCK_STEPS["cpu"]
-    builder = CpuRingBuilder
 
 
 class CpuBackend(PackedBackend):
     """Backend of our dtypes on a CPU. Each dtype has its own subclass."""
 
     block_step = BLOCK_STEPS["cpu"]
-    impl, builder, ring_backend = CpuImpl, CpuBuilder, CpuRingBackend
+    impl, builder = CpuImpl, CpuBuilder
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
 

@@ -18,7 +18,6 @@ from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flas
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from kvpilot_formats import formats
-from kvpilot_formats.hardware import BLOCK_STEPS
 from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.gpu.launch.prefill import prefill
 from kvpilot_kernels.gpu.layout.page import NARROW
@@ -26,12 +25,11 @@ from kvpilot_runtime.backends.cuda_steps import (
     ContextChunk,
     CudaBuilder,
     CudaLimits,
-    CudaRingBuilder,
     Metadata,
     Prefills,
     decode_sizes,
 )
-from kvpilot_runtime.backends.packed import PackedBackend, PackedImpl, RingBackend, classes_of, our_layers
+from kvpilot_runtime.backends.packed import PackedBackend, PackedImpl, classes_of, our_layers
 from kvpilot_runtime.backends.prefix_lm import LaterTokens
 from kvpilot_runtime.backends.reserved import BLOCK, Reserving
 from kvpilot_runtime.config.options import WORKSPACE_SHARE
@@ -65,22 +63,17 @@ class CudaImpl(Reserving, PackedImpl):
         self._first: CudaImpl | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Attach rings as `PackedImpl` does. Also reserve a decode `Plan`, so that vLLM counts the plan's memory."""
+        """Reserve a decode `Plan`, so that vLLM counts its memory."""
         super().process_weights_after_loading(act_dtype)
         sequences, rows = decode_sizes(self._config)
-        self.reserve(
-            self._config, lambda device: Plan(self.shape(BLOCK, device), sequences, 1 + self.drafts, rows)
-        )  # fmt: skip
+        self.reserve(self._config, lambda device: Plan(self.shape(BLOCK, device), sequences, 1 + self.drafts, rows))
 
     def shape(self, block_size: int, device: torch.device) -> Shape:
         """Return this layer's `Shape`, which the kernels take."""
-        shape = Shape(
+        return Shape(
             self.fmt, self.head_size, self.num_kv_heads, self.num_heads // self.num_kv_heads, block_size, device,
-            softcap=self.softcap, recent=self.recent or 0,
+            softcap=self.softcap, residuals=self.fmt.residual_pages(self.head_size, block_size) if self.recent else 0,
         )  # fmt: skip
-        if shape.recent:
-            shape.ring_blocks = self.fmt.ring_blocks(shape.recent + self.drafts, self.head_size, block_size)
-        return shape
 
     def forward(
         self,
@@ -107,19 +100,18 @@ class CudaImpl(Reserving, PackedImpl):
         if attn_metadata is None:  # vLLM's warm-up, in which vLLM measures how much memory the model needs
             self.workspace(query.device, query.dtype)
             return output.zero_()
-        meta, prefills, rings = attn_metadata, attn_metadata.prefills, self.rings()
+        meta, prefills = attn_metadata, attn_metadata.prefills
         pages = self.pages_of(layer, kv_cache, meta.plan.shape)
         slots = meta.slot_mapping
-        ring_slots, ring_table = (None, None) if rings is None else (rings.slots, rings.table)
         shared = self.kv_sharing_target_layer_name is not None
         if shared or key is None or value is None:
             # This layer reads another layer's cache. With only padding slots, the launch stores nothing, and just
             # rotates the queries.
-            slots, ring_slots = meta.nowhere, None if ring_slots is None else meta.nowhere
+            slots = meta.nowhere
             key = value = query[:, : self.num_kv_heads]
-        pages.store(query, key, value, slots, meta.plan, meta.decodes, self.scale, ring_slots, meta.ordinals)
+        pages.store(query, key, value, slots, meta.plan, meta.decodes, self.scale, meta.ordinals)
         if meta.decodes:
-            pages.decode(meta.block_table, meta.seq_lens, meta.plan, output, ring_table)
+            pages.decode(meta.block_table, meta.seq_lens, meta.plan, output)
         if prefills is not None:
             # Leave padding rows out: FlashAttention multiplies the rows after the last token by zero, and 0 * NaN is
             # NaN.
@@ -234,23 +226,15 @@ class CudaImpl(Reserving, PackedImpl):
     def pages_of(self, layer: Any, kv_cache: torch.Tensor, shape: Shape) -> GpuPages:
         """Return this layer's cache as packed pages. Create and check the views only in the first call."""
         if self._gpu_pages is None or self._gpu_pages[0] != kv_cache.data_ptr():
-            factors = self.factors(layer, kv_cache.device)
-            ring = self.ring.kv_cache if self.ring is not None else None
-            self._gpu_pages = kv_cache.data_ptr(), GpuPages(kv_cache, shape, factors, ring, self.sinks)
+            factors, residuals = self.factors(layer, kv_cache.device), self.residuals(kv_cache)
+            self._gpu_pages = kv_cache.data_ptr(), GpuPages(kv_cache, shape, factors, residuals, self.sinks)
         return self._gpu_pages[1]
-
-
-class CudaRingBackend(RingBackend):
-    """Backend of ring layers (layers that store the recent windows) on CUDA."""
-
-    block_step = BLOCK_STEPS["cuda"]
-    builder = CudaRingBuilder
 
 
 class CudaBackend(CudaLimits, PackedBackend):
     """Backend of our dtypes on CUDA. Each dtype has its own subclass. `forward` stores tokens and attends."""
 
-    impl, builder, ring_backend = CudaImpl, CudaBuilder, CudaRingBackend
+    impl, builder = CudaImpl, CudaBuilder
     forward_includes_kv_cache_update = True
 
 

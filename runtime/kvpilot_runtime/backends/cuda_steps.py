@@ -17,12 +17,11 @@ from kvpilot_kernels.gpu.launch import tuning
 from kvpilot_kernels.gpu.launch.ahead import compile_ahead
 from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.gpu.launch.prefill import prefill
-from kvpilot_kernels.gpu.store.ring_slots import fill_ring_slots
 from kvpilot_kernels.places import joined_slots, owners, stored_slots
+from kvpilot_kernels.residuals import Residuals
 from kvpilot_runtime.backends import prefix_lm
 from kvpilot_runtime.backends.packed import PackedBuilder
 from kvpilot_runtime.backends.reserved import release
-from kvpilot_runtime.recent.ring_layers import Rings
 from kvpilot_runtime.speculation import drafts
 
 
@@ -149,39 +148,6 @@ class Metadata:
     mm_prefix_range: prefix_lm.LaterTokens | None = None
 
 
-class CudaRingBuilder(PackedBuilder):
-    """Builder that makes a batch's `Rings`, in buffers whose addresses captured CUDA graphs contain."""
-
-    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.reorder_batch_threshold = 1 + drafts(vllm_config)
-        graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        rows = max(vllm_config.scheduler_config.max_num_batched_tokens, graphs)
-        self.slots = torch.full((rows,), -1, device=device)
-        sequences = max(vllm_config.scheduler_config.max_num_seqs, graphs)
-        self._sequences = sequences
-        warm_up(self.warm_up, vllm_config, device)
-
-    def warm_up(self) -> None:
-        """Launch every variant that serving needs of the kernel that computes ring slots."""
-        for count in {2**i for i in range(self._sequences.bit_length())}:
-            zeros = torch.zeros(count + 1, self.kv_cache_spec.ring_blocks, dtype=torch.int32, device=self.device)
-            self._fill(self.slots[:1], zeros[:, 0].contiguous(), zeros[:-1, 0].contiguous(), zeros[:-1])
-
-    def describe(self, common: Any) -> Rings:
-        """Return the places of the batch's tokens in rings, in the buffers that captured CUDA graphs read."""
-        slots = self.slots[: common.slot_mapping.shape[0]]
-        table = common.block_table_tensor[: common.num_reqs, : self.kv_cache_spec.ring_blocks]
-        lens = common.seq_lens[: common.num_reqs]
-        self._fill(slots, common.query_start_loc, lens, table)
-        return Rings(slots, table)
-
-    def _fill(self, slots: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, table: torch.Tensor) -> None:
-        fill_ring_slots(slots, starts, lens, table, self.kv_cache_spec.kept, self.kv_cache_spec.ring_tokens)
-
-
 class CudaBuilder(PackedBuilder):
     """Builder that makes a batch's `Metadata` once for all layers of a KV-cache group."""
 
@@ -266,9 +232,9 @@ class CudaBuilder(PackedBuilder):
         row = shape.fmt.row_bytes(shape.head_dim)
         cache = torch.zeros(1, shape.kv_heads, shape.block_size, row, dtype=torch.uint8, **make)
         factors = Factors.identity(shape.kv_heads, shape.head_dim, shape.device)
-        pages = GpuPages(cache, shape, factors, cache if shape.recent else None, self.sinks)
+        none = Residuals(*(torch.zeros(count, dtype=torch.int32, **make) for count in ((1, shape.residuals), (1,))))
+        pages = GpuPages(cache, shape, factors, none if shape.residuals else None, self.sinks)
         table = torch.zeros(sequences, 1, dtype=torch.int32, **make)
-        rings = torch.zeros(sequences, shape.ring_blocks, dtype=torch.int32, **make)
         tokens = max(rows, tuning.FEW_TOKENS + 1)
         lens = torch.ones(tokens, dtype=torch.int32, **make)
         slots = torch.full((tokens,), -1, **make)
@@ -277,25 +243,20 @@ class CudaBuilder(PackedBuilder):
         for overlap in (False, True):
             for count in powers(sequences):
                 self.plan.update(lens[:count], overlap)
-                ring_slots, ring_table = (slots[:count], rings[:count]) if shape.recent else (None, None)
                 pages.store(
-                    query[:count], fresh[:count], fresh[:count], slots[:count], self.plan, count, 1.0, ring_slots,
-                    lens[:count],
-                )  # fmt: skip
-                pages.decode(table[:count], lens[:count], self.plan, query[:count], ring_table)
+                    query[:count], fresh[:count], fresh[:count], slots[:count], self.plan, count, 1.0, lens[:count]
+                )
+                pages.decode(table[:count], lens[:count], self.plan, query[:count])
         starts, owner = (torch.zeros(tokens, dtype=torch.int32, **make) for _ in range(2))
         for most in {shape.cut(most).take: most for most in range(2, self.width + 1)}.values():
             for count in powers(rows):
                 self.plan.update(lens[:1], several=Several(starts[:2], owner[:count], most))
-                pages.decode(table[:1], lens[:1], self.plan, query[:count], rings[:1] if shape.recent else None)
+                pages.decode(table[:1], lens[:1], self.plan, query[:count])
         for most in range(1, self.width + 1):  # `settle` must run before the capture: a CUDA graph fixes the grid
             self.plan.update(lens[:1], several=None if most == 1 else Several(starts[:2], owner[:most], most))
-            taken = pages.attend(table[:1], lens[:1], self.plan, rings[:1] if shape.recent else None)
-            shape.settle(most, taken)
+            shape.settle(most, pages.attend(table[:1], lens[:1], self.plan))
         prompt = tuning.FEW_TOKENS + 1
-        ring_slots = slots[:prompt] if shape.recent else None
-        pages.store(query[:prompt], fresh[:prompt], fresh[:prompt], slots[:prompt], self.plan, 0, 1.0, ring_slots,
-                    lens[:prompt])  # fmt: skip
+        pages.store(query[:prompt], fresh[:prompt], fresh[:prompt], slots[:prompt], self.plan, 0, 1.0, lens[:prompt])
         ends = torch.tensor([0, 1], dtype=torch.int32, **make)
         pages.gather(*stored_slots(table[:1], ends, lens[:1] - 1, 1, shape.block_size), fresh[:1], fresh[:1])
         if shape.wide:

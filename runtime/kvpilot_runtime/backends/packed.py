@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -27,10 +26,12 @@ from vllm.v1.attention.backend import (
 from kvpilot_formats import formats
 from kvpilot_formats.arguments import rules
 from kvpilot_kernels.factors import Factors
+from kvpilot_kernels.residuals import Residuals
 from kvpilot_runtime.calibration.of_engine import calibration_of
 from kvpilot_runtime.config import connectors, offload
 from kvpilot_runtime.errors import UnsupportedModelError
-from kvpilot_runtime.recent.ring_layers import RecentLayer, Rings, attach
+from kvpilot_runtime.recent.residual_maps import ResidualMaps
+from kvpilot_runtime.recent.window import window
 from kvpilot_runtime.speculation import drafts, has_draft_model, refuse_other_drafters
 from kvpilot_runtime.vllm_api.compat import backend_class, page_layouts
 
@@ -109,14 +110,9 @@ _NOT_INVARIANT = "batch invariance is not supported (unset VLLM_BATCH_INVARIANT)
 
 
 class PackedBackend(OurBackend):
-    """Backend of packed pages, uint8 [blocks, kv_heads, tokens, row_bytes]. Each (block, KV head) is one page.
-
-    Attributes:
-        ring_backend: backend of the ring layers, which store the recent windows.
-    """
+    """Backend of packed pages, uint8 [blocks, kv_heads, tokens, row_bytes]. Each (block, KV head) is one page."""
 
     fmt: ClassVar[formats.Format]
-    ring_backend: "ClassVar[type[RingBackend]]"
     remedies: ClassVar[dict[str, str]] = {
         "sliding window not supported": "a sliding-window layer is not supported (keep these in 16 bits: "
         "--kv-cache-dtype-skip-layers sliding_window)",
@@ -163,20 +159,6 @@ class PackedBackend(OurBackend):
             raise UnsupportedModelError(str(error)) from error
 
 
-class RingBackend(OurBackend):
-    """Backend of ring layers, which store the recent windows. It only builds `Rings`; attention layers read them."""
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Return the cache layouts of vLLM in which the bytes of a page are contiguous."""
-        return page_layouts()
-
-    @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Raise an error: a ring layer computes no attention, so vLLM must not ask for its implementation."""
-        raise UnsupportedModelError("a ring layer does not attend")
-
-
 def our_layers(vllm_config: Any) -> dict[str, Any]:
     """Return the engine's layers with packed pages, by name."""
     context = vllm_config.compilation_config.static_forward_context
@@ -186,9 +168,16 @@ def our_layers(vllm_config: Any) -> dict[str, Any]:
 def only_ours(vllm_config: Any) -> bool:
     """Return True if all layers with a KV cache have packed pages."""
     every = get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values()
-    return all(
-        isinstance(layer, RecentLayer) or isinstance(getattr(layer, "impl", None), PackedImpl) for layer in every
-    )
+    return all(isinstance(getattr(layer, "impl", None), PackedImpl) for layer in every)
+
+
+def make_maps(layers: Iterable[Any], blocks: int) -> None:
+    """Create the maps of residual pages. Raise UnsupportedModelError if vLLM has split the scheduler's `blocks`."""
+    for layer in layers:
+        if layer.impl.residuals(layer.kv_cache) is not None and len(layer.kv_cache) != blocks:
+            size = layer.kv_cache.shape[2]
+            raise UnsupportedModelError(f"a recent window with blocks that vLLM splits into {size} tokens is not "
+                                        f"supported; set --block-size={size}, or --recent-tokens=0")  # fmt: skip
 
 
 def refuse_unsupported_options(vllm_config: Any) -> None:
@@ -249,10 +238,11 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
     """Attention of one layer over packed pages.
 
     Attributes:
-        drafting: True for a draft model's layer, which has no recent window and no factors from a file.
+        drafting: True for a draft model's layer, which has no factors from a file.
+        loaded: True once the model's weights are loaded.
         read_back: True if `PREFILL_FROM_PAGES` is on.
-        recent: tokens of the recent window; None until `attach` sets it.
-        ring: ring layer of the recent window; None without a window.
+        recent: tokens of the recent window.
+        maps: the engine's maps of residual pages, in its first layer of ours.
         drafts: largest number of draft tokens per sequence and step.
     """
 
@@ -296,26 +286,31 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self._config = get_current_vllm_config()
         refuse_other_drafters(self._config, kv_cache_dtype)
         self.drafts = drafts(self._config)
-        # vLLM creates a draft model's layers after it has loaded the served model, which sets `recent` on its layers.
-        # So if any layer has `recent` already, this layer belongs to the draft model.
-        self.drafting = has_draft_model(self._config) and any(
-            layer.impl.recent is not None for layer in our_layers(self._config).values()
-        )
+        # vLLM creates a draft model's layers after it has loaded the served model. So if any layer is loaded already,
+        # this layer belongs to the draft model.
+        layers = our_layers(self._config).values() if has_draft_model(self._config) else ()
+        served = next((layer.impl for layer in layers if layer.impl.loaded), None)
+        self.drafting, self.loaded = served is not None, False
         if self.drafting and not only_ours(self._config):
             refuse("a draft model beside layers that are not full attention, or stay in 16 bits,", "use ngram")
         self._calibration = None if self.drafting else calibration_of(self._config)
         self._factors: Factors | None = None
-        self.recent: int | None = None
-        self.ring: RecentLayer | None = None
+        self.recent: int = window(self._config) if served is None else served.recent
+        self.maps = ResidualMaps()
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Attach rings to all our layers. vLLM calls this again for a draft model, or after it has reloaded weights."""
-        attach(self._config, our_layers(self._config))
+        """Note that the weights are loaded."""
+        self.loaded = True
 
-    def rings(self) -> Rings | None:
-        """Return the rings of the current step; None without a window, or in vLLM's warm-up."""
-        found = get_forward_context().attn_metadata if self.ring is not None else None
-        return found[self.ring.layer_name] if found and self.ring is not None else None
+    def residuals(self, cache: torch.Tensor) -> Residuals | None:
+        """Return the engine's map of residual pages for this layer's cache; None without a recent window."""
+        if not self.recent:
+            return None
+        first = next((layer.impl for layer in our_layers(self._config).values()), self)
+        blocks, size = cache.shape[0], cache.shape[2]
+        newest = self.fmt.recent_blocks(self.recent, size)
+        found: Residuals = first.maps.of(blocks, self.fmt.residual_pages(self.head_size, size), newest, cache.device)
+        return found
 
     def factors(self, layer: Any, device: torch.device | str = "cpu") -> Factors:
         """Return this layer's calibration factors for this rank's KV heads, from the calibration file.

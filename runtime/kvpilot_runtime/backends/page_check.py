@@ -15,7 +15,6 @@ import torch
 from kvpilot_kernels.reference.attention import decode_reference
 from kvpilot_runtime.backends.packed import our_layers
 from kvpilot_runtime.errors import UnsupportedEngineError
-from kvpilot_runtime.recent.ring_layers import Rings
 from kvpilot_runtime.vllm_api import compat
 
 WORST = 0.05
@@ -164,14 +163,10 @@ def _step(config: Any, layer: Any, asked: list[tuple[_Request, int, int]], table
     every = fields(CommonAttentionMetadata)
     missing = {f.name: None for f in every if f.default is MISSING and f.default_factory is MISSING and f.init}
     common = CommonAttentionMetadata(**missing | {f.name: known[f.name] for f in every if f.name in known})
-    backend, impl = layer.get_attn_backend(), layer.impl
+    backend = layer.get_attn_backend()
     spec = replace(backend.customize_spec(layer.get_kv_cache_spec(config)), block_size=size)
     metadata = {layer.layer_name: backend.get_builder_cls()(spec, [layer.layer_name], config, device).build(0, common)}
     mapping = {layer.layer_name: slots}
-    if impl.ring is not None:  # The check uses no rings: the recent window has tests of its own.
-        blocks = impl.fmt.ring_blocks(impl.recent + impl.drafts, layer.head_size, size)
-        nobodys = torch.full((count, blocks), -1, dtype=torch.int32, device=device)
-        metadata[impl.ring.layer_name] = Rings(torch.full((count,), -1, device=device), nobodys)
     given = zip(*(tuple(x[begin:end] for x in request.new) for request, begin, end in asked), strict=True)
     query, key, value = (torch.cat(parts).flatten(1) for parts in given)
     with set_forward_context(metadata, config, num_tokens=count, slot_mapping=mapping, skip_compiled=True):

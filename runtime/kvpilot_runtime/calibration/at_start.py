@@ -24,7 +24,6 @@ from kvpilot_runtime.calibration.of_engine import factors_hash
 from kvpilot_runtime.calibration.text import LONGEST, SHORTEST, NoTokensError, passes, text_ids
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.ranks import of_all_ranks
-from kvpilot_runtime.recent.ring_layers import RecentLayer
 from kvpilot_runtime.vllm_api import compat
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
@@ -102,7 +101,7 @@ def obstacle(config: Any, layers: dict[str, Any]) -> str:
     if config.lora_config is not None:
         return "LoRA"
     every = get_layers_from_vllm_config(config, AttentionLayerBase)
-    if any(type(layer) not in (Attention, RecentLayer) for layer in every.values()):
+    if any(type(layer) is not Attention for layer in every.values()):
         return "OtherLayers"
     if any(layer.impl.kv_sharing_target_layer_name is not None for layer in layers.values()):
         return "SharedCache"

@@ -17,9 +17,6 @@ CPU_OVERHEAD = 2_500 * 2**20
 GPU_OVERHEAD = 3 * 2**30
 """Assumed bytes per GPU for activations, CUDA graphs and unused memory of the allocator. The value is not measured."""
 
-BLOCK_TOKENS: dict[machine.Platform, int] = {"cpu": 128, "cuda": 64}
-"""Default number of tokens of a block, by platform."""
-
 SEQUENCES, LARGE_GPU = (256, 1024), 70 * 2**30
 """Default `--max-num-seqs` of vLLM 0.32 on (small, large) GPUs, and the memory in bytes from which a GPU is large."""
 
@@ -63,18 +60,16 @@ def check(
     length = request.max_model_len or config.max_positions
     in_16_bits = len({layer for layer in request.skip_layers or () if layer.isdecimal()})
     per_token = config.token_bytes(fmt, in_16_bits)
-    ring = _ring_tokens(fmt, config, request, length, platform) * per_token
     # The ranks share a request's cache. But every tensor-parallel rank holds all latents, and if there are more ranks
     # than KV heads, each rank holds one whole head.
     shares = stages(request) * (1 if config.latent else max(1, min(request.tensor_parallel, config.kv_heads)))
-    wanted = ((length or 0) * per_token + ring) // shares
+    wanted = (length or 0) * per_token // shares
     if request.kv_bytes is not None and wanted > request.kv_bytes:
-        most = max((request.kv_bytes * shares - ring) // per_token, 0)
-        window = f", {_mib(ring)} of it for the recent window" if ring else ""
+        most = request.kv_bytes * shares // per_token
         raise PreflightError(
             "DoesNotFit",
             f"one request of {length} tokens needs {_mib(wanted)} of KV cache in {fmt.name!r} ({per_token} bytes a "
-            f"token{window}), but the KV cache has {_mib(request.kv_bytes)}; set maxModelLen to at most {most}, or "
+            f"token), but the KV cache has {_mib(request.kv_bytes)}; set maxModelLen to at most {most}, or "
             "give the cache more",
         )
     kv = wanted if request.kv_bytes is None else request.kv_bytes
@@ -168,19 +163,6 @@ def check_offload(request: Request, platform: machine.Platform) -> None:
             f"{options.OFFLOAD}: offloaded pages need {_mib(wanted)} of /dev/shm, but {_mib(have)} are free there; "
             "offload less, or mount a larger /dev/shm (a container's own has 64 MiB)",
         )
-
-
-def _ring_tokens(
-    fmt: formats.Format | LatentFormat, config: models.Architecture, request: Request, context: int | None,
-    platform: machine.Platform,
-) -> int:  # fmt: skip
-    """Return the size of a request's ring, in tokens: its pages times the platform's default block size."""
-    if isinstance(fmt, LatentFormat) or not fmt.ours or config.state_layers or config.chunked_layers:
-        return 0  # models with states or chunks have no rings (docs/model-kinds.md)
-    block = BLOCK_TOKENS[platform]
-    recent = fmt.recent_tokens(request.recent, context)
-    kept = recent + drafts(request.arguments) if recent else 0
-    return fmt.ring_blocks(kept, config.head_dim, block) * block
 
 
 def _mib(size: int) -> str:

@@ -47,7 +47,7 @@ def check_window(fmt: Dtype, request: Request, findings: Findings) -> None:
     if not request.recent:
         return
     length = request.max_model_len or (findings.config.max_positions if findings.config is not None else None)
-    if not fmt.has_ring:
+    if not fmt.has_residuals:
         findings.warnings.append(
             ("WindowUnused", f"--recent-tokens {request.recent}: kv-cache dtype {fmt.name!r} has no recent window; the "
              "option has no effect")

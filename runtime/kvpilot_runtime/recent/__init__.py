@@ -1,1 +1,1 @@
-"""Recent window inside vLLM: the ring layers, which store rings of residuals, and their KV-cache specs."""
+"""Recent window inside vLLM: residual pages in the scheduler's pool, and the map with which workers find them."""

@@ -1,9 +1,9 @@
 """Store our pages in LMCache, by its `LMCacheMPConnector` with model names that identify our quantization.
 
 LMCache finds a chunk by the model's name and the chunk's tokens. We add a hash of the engine's terms (`transfer.terms`)
-and weights to the name, so that engines with other terms do not find the chunk. Rings are not stored, so a request
-begins with an empty ring, as after any prefix hit. An engine sends each chunk in one message, so the LMCache server has
-the whole chunk or nothing if an engine dies.
+and weights to the name, so that engines with other terms do not find the chunk. Residual pages are not stored, so an
+engine reads tokens from LMCache with the dtype's own bits. It sends each chunk in one message, so the LMCache server
+has the whole chunk or nothing if an engine dies.
 """
 
 import hashlib
@@ -16,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.logger import init_logger
 
 from kvpilot_runtime.errors import UnsupportedEngineError
-from kvpilot_runtime.recent.ring_spec import RingSpec
 from kvpilot_runtime.transfer.terms import Terms, weights_hash
 
 log = init_logger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
@@ -25,7 +24,7 @@ log = init_logger(f"vllm.{__name__}")  # vLLM prints only messages of its own lo
 def name_of(model: str, terms: Terms, weights: str) -> str:
     """Return the model name under which LMCache stores an engine's pages.
 
-    The name does not depend on the recent window: pages are the same for every window, and rings are not stored.
+    The name does not depend on the recent window, because pages are the same for every window.
     """
     parts = (terms.dtype, terms.page, terms.block, terms.ranks, terms.factors, weights)
     return f"{model}##kvpilot-{hashlib.sha256('|'.join(map(str, parts)).encode()).hexdigest()[:16]}"
@@ -42,10 +41,8 @@ class PackedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
     """Replacement of `LMCacheMPConnector` in engines with our dtypes."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Keep the layers' pages until `agree` registers them. Leave out rings, which LMCache would copy, too."""
-        groups = self._kv_cache_config.kv_cache_groups
-        rings = {name for g in groups if isinstance(g.kv_cache_spec, RingSpec) for name in g.layer_names}
-        self._pages = {name: cache for name, cache in kv_caches.items() if name not in rings}
+        """Keep the layers' pages until `agree` registers them."""
+        self._pages = kv_caches
 
     def agree(self, terms: Terms, worker: Any) -> None:
         """Register the pages with LMCache, under a name that contains hashes of `terms` and of the worker's weights.

@@ -1,7 +1,7 @@
 """Move our pages between engines by NIXL: vLLM's `NixlConnector`, which pulls blocks, with three additional checks.
 
 - Engines with different terms (`terms.Terms`) refuse each other in vLLM's own handshake.
-- Blocks are pulled only if the other engine has exactly the blocks of the prompt, and whole rings.
+- Blocks are pulled only if the other engine has exactly the blocks of the prompt. Residual pages are not pulled.
 - Received blocks are used only if they arrived before the other engine was free to reuse them.
 
 If a check fails, this engine computes the prompt itself.
@@ -17,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.logger import init_logger
 
-from kvpilot_runtime.recent.ring_spec import RingSpec
 from kvpilot_runtime.transfer.terms import Terms, short
 
 log = init_logger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
@@ -33,10 +32,8 @@ class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # mypy sees
         """Return how many tokens to pull from another engine; 0 if it does not have all blocks of the prompt."""
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
-            wanted = [
-                _blocks(group.kv_cache_spec, request.num_prompt_tokens)
-                for group in self.kv_cache_config.transfer_groups
-            ]
+            groups = self.kv_cache_config.transfer_groups
+            wanted = [-(-request.num_prompt_tokens // group.kv_cache_spec.block_size) for group in groups]
             missing = short(params, request.num_prompt_tokens, wanted)
             if missing is not None:
                 log.warning("Request %s: computed here, because engine %s announces %s", request.request_id,
@@ -51,13 +48,6 @@ class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # mypy sees
         if kept and params is not None:
             params["remote_blocks_expiry_time"] = self._reqs_need_send[request.request_id]
         return kept, params
-
-
-def _blocks(spec: Any, tokens: int) -> int:
-    """Return how many blocks (pages, or ring pages) a request of `tokens` tokens has in a KV-cache group."""
-    if isinstance(spec, RingSpec):
-        return min(-(-tokens // spec.ring_tokens), spec.ring_blocks)
-    return int(-(-tokens // spec.block_size))
 
 
 class Reading(NixlPullConnectorWorker):  # type: ignore[misc]
@@ -116,17 +106,3 @@ class PackedNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def agree(self, terms: Terms, worker: Any) -> None:
         """Pass the engine's `Terms` to the connector's part in the worker."""
         self.connector_worker.agree(terms)
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Tell vLLM's connector that a request has finished, and pass it all ring blocks of the request.
-
-        vLLM passes too few ring blocks, because it assumes that a ring page holds as many tokens as any other block.
-        """
-        every = self._kv_cache_manager.get_block_ids(request.request_id)
-        groups = self.kv_cache_config.kv_cache_groups
-        rings = [isinstance(group.kv_cache_spec, RingSpec) for group in groups]
-        whole = (all_ if ring else ids for ring, ids, all_ in zip(rings, block_ids, every, strict=True))
-        found: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(request, tuple(whole))
-        return found

@@ -30,8 +30,6 @@ class Terms:
         dtype: KV-cache dtype.
         page: bytes of a block in all layers of a rank.
         block: tokens of a block.
-        window: tokens of the recent window.
-        ring: largest number of pages of a request's ring.
         ranks: number of tensor-parallel ranks.
         layout: vLLM's name of the KV cache's layout.
         factors: hash of the factors of all layers and ranks.
@@ -40,16 +38,14 @@ class Terms:
     dtype: str
     page: int
     block: int
-    window: int
-    ring: int
     ranks: int
     layout: str
     factors: str
 
     def __str__(self) -> str:
         return (
-            f"kv-cache dtype {self.dtype}, {self.page} bytes for {self.block} tokens, recent window {self.window} in "
-            f"{self.ring} pages, tensor parallel {self.ranks}, layout {self.layout}, factors {self.factors}"
+            f"kv-cache dtype {self.dtype}, {self.page} bytes for {self.block} tokens, tensor parallel {self.ranks}, "
+            f"layout {self.layout}, factors {self.factors}"
         )
 
 
@@ -66,13 +62,10 @@ def agree(worker: Any, layers: dict[str, Any]) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     config, first = worker.vllm_config, next(iter(layers.values()))
-    impl, block = first.impl, first.kv_cache.shape[2]
     terms = Terms(
         dtype=first.kv_cache_dtype,
         page=sum(layer.kv_cache[0].nbytes for layer in layers.values()),
-        block=block,
-        window=impl.recent or 0,
-        ring=0 if impl.ring is None else impl.fmt.ring_blocks(impl.recent + impl.drafts, first.head_size, block),
+        block=first.kv_cache.shape[2],
         ranks=config.parallel_config.tensor_parallel_size,
         layout=config.cache_config.kv_cache_layout,
         factors=factors_hash(layers, worker.device),

@@ -5,10 +5,12 @@ A tested version (`compat.RUN_ON`) has every part of vLLM that we use. An engine
 in float64.
 """
 
+import inspect
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from kvpilot_runtime.errors import UnsupportedEngineError
 from kvpilot_runtime.vllm_api import compat
@@ -46,3 +48,10 @@ def needed(dtype: str) -> Iterator[None]:
             f"kv-cache dtype {dtype!r} cannot be served by vllm {compat.version_text()}: {error}; use --kv-cache-dtype "
             f"auto, or a runtime image with vllm {compat.ADVISED}"
         ) from error
+
+
+def require(owner: Any, *names: str) -> None:
+    """Raise AttributeError if a class of vLLM lacks one of these attributes, or a function one of these parameters."""
+    found = inspect.signature(owner).parameters if inspect.isfunction(owner) else dir(owner)
+    if missing := [name for name in names if name not in found]:
+        raise AttributeError(f"{owner.__qualname__} has no {missing[0]}")

@@ -140,6 +140,38 @@ def around_kv_cache(before: Callable[[Any], None], after: Callable[[Any], None])
     wrap("vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config", initialize_from_config)
 
 
+CHANGES = "kvpilot_residual_pages"
+"""Attribute of vLLM's `SchedulerOutput` with the blocks whose residual pages have changed."""
+
+
+def carry_residual_pages(
+    extend: Callable[[Any], None], changes: Callable[[Any], Any], refine: Callable[[Any, Any], None]
+) -> None:
+    """Let `extend` prepare each scheduler. Carry its `changes` with each engine step to the workers, to `refine`.
+
+    vLLM passes a scheduler's output to the workers before the step runs, to other processes as a pickle.
+    """
+
+    def prepare(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        extend(self)
+
+    def schedule(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = stock(self, *args, **kwargs)
+        if found := changes(self):
+            setattr(step, CHANGES, found)
+        return step
+
+    def execute_model(stock: Any, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if found := getattr(scheduler_output, CHANGES, None):
+            refine(self.vllm_config, found)
+        return stock(self, scheduler_output, *args, **kwargs)
+
+    wrap("vllm.v1.core.sched.scheduler:Scheduler.__init__", prepare)
+    wrap("vllm.v1.core.sched.scheduler:Scheduler.schedule", schedule)
+    wrap("vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model", execute_model)
+
+
 def around_connectors(ours: Callable[[Any], Any]) -> None:
     """Let `ours` choose a connector's class from vLLM's configuration. If it returns None, vLLM chooses."""
 

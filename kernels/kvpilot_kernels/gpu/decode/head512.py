@@ -4,8 +4,7 @@ The running output of 512 elements takes 128 registers of a thread, half of the 
 
 - queries and their sums stay in shared memory, and each product loads them;
 - a row is processed in chunks, and a fence keeps the assembler from starting all chunks at once;
-- an extra matrix product, directly on the tile's metadata, sums weights times zero codes;
-- the residual exponents of a token in the recent window are packed into one register.
+- an extra matrix product, directly on the tile's metadata, sums weights times zero codes.
 
 Group g (64 elements) is sub-plane g // chunks of chunk g % chunks. `layout.mma` explains chunks and sub-planes.
 """
@@ -15,9 +14,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kvpilot_kernels.gpu.decode.queries import Query, at_program, load_sums, load_units, place_of
-from kvpilot_kernels.gpu.decode.ring import digit_buffer
+from kvpilot_kernels.gpu.decode.residuals import digit_buffer, fine_scale
 from kvpilot_kernels.gpu.decode.smem import copy_to_shared
-from kvpilot_kernels.gpu.decode.softmax import HEADROOM, State, capped, first_scores
+from kvpilot_kernels.gpu.decode.softmax import HEADROOM, State, first_scores
 from kvpilot_kernels.gpu.layout.mma import (
     COLS,
     KEYS,
@@ -53,12 +52,9 @@ fence = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.constexpr_function
-def ends_part(sub, bits, digits):
-    """Return True if a fence follows this sub-plane.
-
-    With 8-bit codes or in the recent window, a fence follows each sub-plane, otherwise every second one.
-    """
-    return digits > 0 or bits == 8 or sub % 2 == 1
+def ends_part(sub, bits):
+    """Return True if a fence follows this sub-plane: each one of 8-bit codes, otherwise every second one."""
+    return bits == 8 or sub % 2 == 1
 
 
 @gluon.constexpr_function
@@ -126,11 +122,10 @@ def dot_wide(codes, query, g: gl.constexpr, first: gl.constexpr, C: gl.constexpr
 
 
 @gluon.jit
-def score_wide(smem, stage, t, query, fine, softcap, C: gl.constexpr):
-    """Compute scores as `softmax.score` does, but with the exponents of `pack_exponents`."""
+def score_wide(smem, stage, t, query, C: gl.constexpr):
+    """Compute scores as `softmax.score` does."""
     KEY: gl.constexpr = C.key_side
     CHUNKS: gl.constexpr = chunks(KEY)
-    DIGITS: gl.constexpr = KEY.digits if len(fine) > 0 else 0
     meta = smem.meta.index(stage)
     score = first_scores(t, query, C)
     for c in gl.static_range(CHUNKS):
@@ -139,27 +134,36 @@ def score_wide(smem, stage, t, query, fine, softcap, C: gl.constexpr):
             word = meta.slice((sub * CHUNKS + c) * C.tile, C.tile).load(ROWS)
             taken = query.zeros.slice((sub * CHUNKS + c) * C.queries, C.queries).load(COLS)[None, :]
             product = dot_wide(codes, query, sub * CHUNKS + c, KEY.bits * sub, C)
-            product = product - zero_codes(word)[:, None] * taken
-            if DIGITS > 0:
-                finer = gl.full([C.tile, C.queries], 0.0, gl.float32, SCORES)
-                for j in gl.static_range(DIGITS):
-                    digit = smem.key.index(digit_buffer(stage, j, KEY, C) * CHUNKS + c).load(KEYS)
-                    digit = dot_wide(digit, query, sub * CHUNKS + c, KEY.bits * sub, C)
-                    finer = finer * (1 << KEY.bits) + digit
-                finer = finer - taken * (middle(KEY.bits) / zero_unit(KEY.bits) * UNIT)
-                if C.several:
-                    finer = gl.where(fine.seen, finer, 0.0)
-                product += fine_factor(fine, sub * CHUNKS + c, KEY.bits)[:, None] * finer
-            score += scales(word)[:, None] * product
-            if ends_part(sub, KEY.bits, DIGITS):
+            score += scales(word)[:, None] * (product - zero_codes(word)[:, None] * taken)
+            if ends_part(sub, KEY.bits):
                 fence()
-    if C.softcap:
-        score = capped(score, query, softcap)
     return score
 
 
 @gluon.jit
-def accumulate_wide(score, unit, limits, smem, stage, state, fine, C: gl.constexpr):
+def refine_score_wide(score, smem, stage, query, fine, C: gl.constexpr):
+    """Add the residuals of a tile's keys to its scores, as `softmax.refine_score` does."""
+    KEY: gl.constexpr = C.key_side
+    CHUNKS: gl.constexpr = chunks(KEY)
+    DIGITS: gl.constexpr = KEY.digits
+    meta = smem.meta.index(stage)
+    for c in gl.static_range(CHUNKS):
+        for sub in gl.static_range(8 // KEY.bits):
+            finer = gl.full([C.tile, C.queries], 0.0, gl.float32, SCORES)
+            for j in gl.static_range(DIGITS):
+                digit = smem.key.index(digit_buffer(stage, j, KEY, C) * CHUNKS + c).load(KEYS)
+                digit = dot_wide(digit, query, sub * CHUNKS + c, KEY.bits * sub, C)
+                finer = finer * (1 << KEY.bits) + digit
+            taken = query.zeros.slice((sub * CHUNKS + c) * C.queries, C.queries).load(COLS)[None, :]
+            scale = scales(meta.slice((sub * CHUNKS + c) * C.tile, C.tile).load(ROWS))
+            scale = scale * fine_scale(fine, sub * CHUNKS + c, KEY.bits)
+            score += scale[:, None] * (finer - taken * (middle(KEY.bits) / zero_unit(KEY.bits) * UNIT))
+            fence()
+    return score
+
+
+@gluon.jit
+def accumulate_wide(score, unit, limits, smem, stage, state, C: gl.constexpr):
     """Add a tile to the running softmax, as `softmax.accumulate` does.
 
     Here `State.zeros` is [2 * groups, columns]. Its second half has a row for each group of the values. Ignore its
@@ -168,7 +172,6 @@ def accumulate_wide(score, unit, limits, smem, stage, state, fine, C: gl.constex
     VALUE: gl.constexpr = C.value_side
     CHUNKS: gl.constexpr = chunks(VALUE)
     SUBS: gl.constexpr = 8 // VALUE.bits
-    DIGITS: gl.constexpr = VALUE.digits if len(fine) > 0 else 0
     meta = smem.meta.index(stage)
     m = gl.maximum(state.m, gl.max(score, 0) * unit - HEADROOM)
     alpha = gl.exp2(state.m - m)
@@ -184,29 +187,43 @@ def accumulate_wide(score, unit, limits, smem, stage, state, fine, C: gl.constex
             scale = scales_up_to(meta.slice((C.groups + sub * CHUNKS + c) * C.tile, C.tile).load(ROWS), limits)
             weights = to_right(to_half(p * scale[:, None]), C.tile, C.queries)
             zeros = mma_v2(only_row(rows, C.groups + sub * CHUNKS + c), weights, zeros)
-            w = weights
-            if DIGITS > 0:
-                w = p * (scale * fine_factor(fine, C.groups + sub * CHUNKS + c, VALUE.bits))[:, None]
-                if C.several:
-                    w = gl.where(fine.seen, w, 0.0)
-                w = to_right(to_half(w), C.tile, C.queries)
-                half = gl.full(
-                    [2 * C.groups, C.tile], middle(VALUE.bits) / zero_unit(VALUE.bits) * UNIT, gl.float16, VALUES
-                )
-                zeros = mma_v2(only_row(half, C.groups + sub * CHUNKS + c), w, zeros)
             words = smem.value.index(stage * CHUNKS + c).permute([1, 0]).load(VALUES)
             even = mma_v2(word_plane(words, VALUE.bits, sub), weights, state.acc[(c * SUBS + sub) * 2] * alpha)
             words = upper_bytes(words)
             odd = mma_v2(word_plane(words, VALUE.bits, sub), weights, state.acc[(c * SUBS + sub) * 2 + 1] * alpha)
+            acc = acc + (even, odd)
+            if ends_part(sub, VALUE.bits):
+                fence()
+    return State(m=m, total=total, zeros=zeros, acc=acc), p
+
+
+@gluon.jit
+def refine_wide(p, limits, smem, stage, state, fine, C: gl.constexpr):
+    """Add the residuals of a tile's values, as `softmax.refine` does."""
+    VALUE: gl.constexpr = C.value_side
+    CHUNKS: gl.constexpr = chunks(VALUE)
+    SUBS: gl.constexpr = 8 // VALUE.bits
+    DIGITS: gl.constexpr = VALUE.digits
+    meta = smem.meta.index(stage)
+    half = gl.full([2 * C.groups, C.tile], middle(VALUE.bits) / zero_unit(VALUE.bits) * UNIT, gl.float16, VALUES)
+    zeros = state.zeros
+    acc = ()
+    for c in gl.static_range(CHUNKS):
+        for sub in gl.static_range(SUBS):
+            scale = scales_up_to(meta.slice((C.groups + sub * CHUNKS + c) * C.tile, C.tile).load(ROWS), limits)
+            scale = scale * fine_scale(fine, C.groups + sub * CHUNKS + c, VALUE.bits)
+            weights = to_right(to_half(p * scale[:, None]), C.tile, C.queries)
+            zeros = mma_v2(only_row(half, C.groups + sub * CHUNKS + c), weights, zeros)
+            even = state.acc[(c * SUBS + sub) * 2]
+            odd = state.acc[(c * SUBS + sub) * 2 + 1]
             for j in gl.static_range(DIGITS):
                 words = smem.value.index(digit_buffer(stage, j, VALUE, C) * CHUNKS + c).permute([1, 0]).load(VALUES)
-                finer = (w * (1 << VALUE.bits * (DIGITS - 1 - j))).to(gl.float16)
-                even = mma_v2(word_plane(words, VALUE.bits, sub), finer, even)
-                odd = mma_v2(word_plane(upper_bytes(words), VALUE.bits, sub), finer, odd)
+                w = (weights * (1 << VALUE.bits * (DIGITS - 1 - j))).to(gl.float16)
+                even = mma_v2(word_plane(words, VALUE.bits, sub), w, even)
+                odd = mma_v2(word_plane(upper_bytes(words), VALUE.bits, sub), w, odd)
             acc = acc + (even, odd)
-            if ends_part(sub, VALUE.bits, DIGITS):
-                fence()
-    return State(m=m, total=total, zeros=zeros, acc=acc)
+            fence()
+    return State(m=state.m, total=state.total, zeros=zeros, acc=acc)
 
 
 @gluon.jit
@@ -223,30 +240,6 @@ def only_row(x, row: gl.constexpr):
     )  # fmt: skip
     x = gl.reshape(gl.permute(gl.join(first, second), [2, 0, 1]), [2 * HALF, TILE])
     return gl.convert_layout(x, VALUES, assert_trivial=True)
-
-
-@gluon.jit
-def pack_exponents(tags, right, C: gl.constexpr):
-    """Pack the exponents of the ring's residuals, two bits a group, keys' groups first: uint32 [tile].
-
-    Also return a mask, uint32 [tile], with all bits set for tokens that are `right`, and none for others.
-    """
-    GROUPS: gl.constexpr = C.groups
-    packed = tags.meta[0].to(gl.uint32) & 3
-    for g in gl.static_range(1, 2 * GROUPS):
-        packed = packed | ((tags.meta[g].to(gl.uint32) & 3) << 2 * g)
-    mask = gl.where(right, -1, 0).to(gl.uint32)
-    return gl.convert_layout(packed, ROWS), gl.convert_layout(mask, ROWS)
-
-
-@gluon.jit
-def fine_factor(fine, g: gl.constexpr, BITS: gl.constexpr):
-    """Return 2^(e + BITS - 8) as `ring.fine_scale` does, or 0 if the ring holds another token's residual.
-
-    This function builds the bits of the float32 directly.
-    """
-    exponent = ((fine.exponents >> 2 * g) & 3) + (127 + BITS - 8)
-    return ((exponent << 23) & fine.right).to(gl.float32, bitcast=True)
 
 
 @gluon.jit

@@ -17,14 +17,13 @@ so the matrix products run on codes alone. Decode is fast on NVIDIA GPUs from co
 - Programs: each is one warp, so there are no barriers and no exchange between warps. Eight or more programs on a
   multiprocessor hide each other's latency.
 
-A second loop over a sequence's last tiles reads the recent window (`layouts`: ring layout). There, a residual refines
-each code of b bits to 8 bits. It is stored as digits of b bits, which are packed and multiplied like codes. The loop
-adds the product of queries and digits, times the scale of the token's residual. This scale is 0 if the ring holds the
-residual of another token.
+A second loop over a sequence's newest blocks reads the recent window (`layouts`: residual pages). There, a residual
+refines each code of b bits to 8 bits. It is stored as digits of b bits, which are packed and multiplied like codes. The
+loop adds the product of queries and digits, times the scale of the token's residual, if the block has residual pages.
 
 If a sequence has several tokens in a step (`several`: a token and its drafts), each column of the products has its own
 `end`: the number of tokens that its query attends to. Pages are read once for all columns. Masks by column apply only
-to tiles in which columns differ: the last tiles, and those of the recent window.
+to the last tiles, in which columns differ.
 
 The language is Gluon, because Triton's own layouts move unpacked values through shared memory, at half the speed.
 
@@ -46,15 +45,25 @@ from kvpilot_kernels.gpu.decode.head512 import (
     allocate_queries,
     fetch_queries,
     load_wide_query,
-    pack_exponents,
+    refine_score_wide,
+    refine_wide,
     score_wide,
     write_wide,
 )
 from kvpilot_kernels.gpu.decode.queries import Source, load_query
-from kvpilot_kernels.gpu.decode.ring import Fine, fetch_ring, is_refined, load_tags, over_lanes
+from kvpilot_kernels.gpu.decode.residuals import as_fine, fetch_digits, fetch_side, find_tile, load_exponents
 from kvpilot_kernels.gpu.decode.smem import Pages, allocate, fetch, fetch_tile
-from kvpilot_kernels.gpu.decode.softmax import accumulate, hide, initial_state, score, write
-from kvpilot_kernels.gpu.layout.mma import COLS, ROWS
+from kvpilot_kernels.gpu.decode.softmax import (
+    accumulate,
+    capped,
+    hide,
+    initial_state,
+    refine,
+    refine_score,
+    score,
+    write,
+)
+from kvpilot_kernels.gpu.layout.mma import COLS
 from kvpilot_kernels.gpu.layout.page import NARROW, SideLayout
 
 
@@ -69,8 +78,7 @@ class DecodeConfig:
         tile: tokens of a tile.
         stages: number of tiles in shared memory at once: the present one and the prefetched ones.
         softcap: True if scores have a soft cap.
-        recent: number of last tokens that the ring refines; 0 without a ring.
-        ring_blocks: blocks of a sequence's ring.
+        residuals: number of residual pages of a block; 0 without a recent window.
         several: True if sequences have several query tokens.
         overlap: True if the kernel may start before its predecessor ends.
         dim, groups: elements and quantization groups of a row.
@@ -86,8 +94,7 @@ class DecodeConfig:
     tile: int
     stages: int
     softcap: bool
-    recent: int
-    ring_blocks: int
+    residuals: int
     several: bool
     overlap: bool
     dim: int
@@ -104,11 +111,11 @@ class DecodeConfig:
                    columns=max(queries, 8), wide=key.dim > NARROW.value, **constants)  # fmt: skip
 
 
-Split = namedtuple("Split", "pages ring softcap end ahead length ends")
+Split = namedtuple("Split", "pages softcap end ahead length ends")
 """Work of a program: one split of a sequence, and where to find its tokens.
 
 Attributes:
-    pages, ring: `smem.Pages` of the sequence and of its ring.
+    pages: `smem.Pages` of the sequence.
     end: end of the split, in tokens, exclusive.
     ahead: end of prefetching before the recent window, in tokens, exclusive.
     length: smallest number of tokens that a query attends to.
@@ -117,57 +124,77 @@ Attributes:
 
 
 @gluon.jit
-def attend(query, smem, stage, state, tags, begin, stop, split, C: gl.constexpr):
-    """Add tokens [begin, stop) of the split to the running softmax.
+def attend(query, smem, begin, stop, split, C: gl.constexpr):
+    """Attend to tokens [begin, stop) of the split, which come before the recent window.
 
-    Before the recent window, copies of stages - 1 tiles are in flight, up to token `split.ahead`. In the recent window
-    only the tile at `stage` is in flight, because its residual digits use the buffers of the other stages.
-
-    Args:
-        tags: `ring.Tags` of the tile at `begin` if the tokens are in the recent window, otherwise ().
+    Copies of stages - 1 tiles are in flight, up to token `split.ahead`. Return the stage of the tile at `stop`, and the
+    running softmax.
     """
-    REFINED: gl.constexpr = len(tags) > 0
-    scores_unit = gl.full([C.queries], 1.0, gl.float32, COLS) if C.softcap else query.unit
+    stage = 0
+    state = initial_state(C)
+    unit = gl.full([C.queries], 1.0, gl.float32, COLS) if C.softcap else query.unit
     for t in range(begin, stop, C.tile):
-        if REFINED:
-            async_copy.wait_group(0)
-            at = t + gl.arange(0, C.tile, over_lanes(C.tile))
-            right = (at < split.end) & (at >= split.length - C.recent)
-            right = is_refined(smem.meta.index(stage), tags, right, C)
-            exponents, right = pack_exponents(tags, right, C) if C.wide else (tags.meta, right)
-            seen = ()
-            if C.several:
-                seen = (t + gl.arange(0, C.tile, ROWS))[:, None] >= split.ends[None, :] - C.recent
-            fine = Fine(exponents=exponents, right=right, seen=seen)
-        else:
-            next_stage = stage + C.stages - 1
-            next_stage = gl.where(next_stage >= C.stages, next_stage - C.stages, next_stage)
-            fetch(smem, next_stage, split.pages, t + (C.stages - 1) * C.tile, split.ahead, C)
-            async_copy.commit_group()
-            async_copy.wait_group(C.stages - 1)
-            fine = ()
-        scores = (score_wide if C.wide else score)(smem, stage, t, query, fine, split.softcap, C)
+        next_stage = stage + C.stages - 1
+        next_stage = gl.where(next_stage >= C.stages, next_stage - C.stages, next_stage)
+        fetch(smem, next_stage, split.pages, t + (C.stages - 1) * C.tile, split.ahead, C)
+        async_copy.commit_group()
+        async_copy.wait_group(C.stages - 1)
+        scores = (score_wide if C.wide else score)(smem, stage, t, query, C)
+        if C.softcap:
+            scores = capped(scores, query, split.softcap)
         scores, limits = hide(scores, smem.meta.index(stage), t, split, C)
-        state = (accumulate_wide if C.wide else accumulate)(
-            scores, scores_unit, limits, smem, stage, state, fine, C
-        )  # fmt: skip
-        if REFINED:
-            if t + C.tile < stop:
-                fetch(smem, stage, split.pages, t + C.tile, split.end, C)
-                fetch_ring(smem, stage, split.ring, t + C.tile, C)
-                async_copy.commit_group()
-            tags = load_tags(split.pages, split.ring, t + C.tile, stop, C)
-        else:
-            stage = gl.where(stage == C.stages - 1, 0, stage + 1)
+        state, _ = (accumulate_wide if C.wide else accumulate)(scores, unit, limits, smem, stage, state, C)
+        stage = gl.where(stage == C.stages - 1, 0, stage + 1)
     return stage, state
 
 
-@gluon.jit(do_not_specialize=["table_stride", "ring_table_stride"])
+@gluon.jit
+def attend_refined(query, smem, stage, state, begin, stop, split, C: gl.constexpr):
+    """Add tokens [begin, stop) of the split, which are in the recent window, to the running softmax.
+
+    The residual digits of the tile at `stage` use the buffers of the other stages, so no other tile fits. But keys are
+    free as soon as the scores are known. So copies of the next tile's keys are in flight while the values are read, and
+    then copies of its values while the next keys are read.
+    """
+    KEY: gl.constexpr = C.key_side
+    VALUE: gl.constexpr = C.value_side
+    pages = split.pages
+    unit = gl.full([C.queries], 1.0, gl.float32, COLS) if C.softcap else query.unit
+    tile = find_tile(pages, begin, stop, C)
+    fetch_digits(smem, stage, pages, tile, KEY, 1, C)
+    async_copy.commit_group()
+    fetch_digits(smem, stage, pages, tile, VALUE, 2, C)
+    async_copy.commit_group()
+    exponents = load_exponents(pages, tile, C)
+    for t in range(begin, stop, C.tile):
+        fine = as_fine(tile, exponents, C)
+        tile = find_tile(pages, t + C.tile, stop, C)
+        async_copy.wait_group(1)
+        scores = (score_wide if C.wide else score)(smem, stage, t, query, C)
+        if KEY.digits > 0:  # noqa: SIM102 - a constant of the launch
+            if fine.there:
+                scores = (refine_score_wide if C.wide else refine_score)(scores, smem, stage, query, fine, C)
+        if C.softcap:
+            scores = capped(scores, query, split.softcap)
+        fetch_side(smem, stage, pages, tile, KEY, 1, C)
+        async_copy.commit_group()
+        exponents = load_exponents(pages, tile, C)
+        async_copy.wait_group(1)
+        scores, limits = hide(scores, smem.meta.index(stage), t, split, C)
+        state, p = (accumulate_wide if C.wide else accumulate)(scores, unit, limits, smem, stage, state, C)
+        if VALUE.digits > 0:  # noqa: SIM102 - a constant of the launch
+            if fine.there:
+                state = (refine_wide if C.wide else refine)(p, limits, smem, stage, state, fine, C)
+        fetch_side(smem, stage, pages, tile, VALUE, 2, C)
+        async_copy.commit_group()
+    return state
+
+
+@gluon.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
-    rotated_ptr, sums_ptr, units_ptr, apart_ptr, level_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr,
+    rotated_ptr, sums_ptr, units_ptr, apart_ptr, level_ptr, cache_ptr, residuals_ptr, newest_ptr, table_ptr,
     splits_ptr, starts_ptr, spans_ptr, bases_ptr, out_ptr, lse_ptr,
-    page_stride, head_stride, ring_page_stride, ring_head_stride, table_stride,
-    ring_table_stride, softcap, C: gl.constexpr,
+    page_stride, head_stride, table_stride, softcap, C: gl.constexpr,
 ):  # fmt: skip
     """Attend in one split of the plan, for `take` queries of a KV head, with one warp.
 
@@ -177,15 +204,14 @@ def decode_kernel(
 
     rotated, sums, units, apart, level: queries, see `launch.pages.Plan`.
     cache: packed pages.
+    residuals, newest: the tensors of `Residuals`; not read without residuals.
     table: int32 [sequences, blocks].
-    ring, ring_table: pages and blocks of the residuals of the last `recent` tokens; not read without a ring.
     splits: from `schedule`.
     spans, bases: from `schedule`; read only with `several`.
     starts: int32 [sequences + 1], the first row of each sequence; read only with `several`.
     out, lse: results, written to `partial` and `lse` of the `Plan`.
     C: a `DecodeConfig`.
     """
-    RING_BLOCKS: gl.constexpr = C.ring_blocks
     STAGES: gl.constexpr = C.stages
     TILE: gl.constexpr = C.tile
     if C.overlap:
@@ -195,7 +221,6 @@ def decode_kernel(
     heads = gl.num_programs(1)
     smem = allocate(C)
     base = cache_ptr + head.to(gl.int64) * head_stride
-    ring_base = ring_ptr + head.to(gl.int64) * ring_head_stride
     split = gl.program_id(2)
     sequence = gl.load(splits_ptr + 4 * split)
     start = gl.load(splits_ptr + 4 * split + 1)
@@ -213,23 +238,24 @@ def decode_kernel(
     if sequence >= 0:
         start = gl.multiple_of(start, TILE)
         count = gl.minimum(rows * C.ratio - first, C.take)
+        # In the recent window, residual digits use the buffers of later tiles. So prefetch only up to its first tile.
+        plain = end
+        ahead = end
+        if C.residuals > 0:
+            older = (length + (C.key_side.page - 1)) // C.key_side.page - gl.load(newest_ptr)
+            recent = gl.maximum(older, 0) * C.key_side.page
+            plain = gl.minimum(gl.maximum(recent, start), (end + (TILE - 1)) // TILE * TILE)
+            ahead = gl.minimum(plain + 1, end)
         ends = ()
         if C.several:
             after = gl.maximum(rows - 1 - (first + gl.arange(0, C.queries, COLS)) // C.ratio, 0)
             ends = length - after
             length = length - rows + 1
-        pages = Pages(base=base, blocks=table_ptr + sequence.to(gl.int64) * table_stride, stride=page_stride)
-        blocks = ()
-        for i in gl.static_range(RING_BLOCKS):
-            blocks = blocks + (gl.load(ring_table_ptr + sequence.to(gl.int64) * ring_table_stride + i),)
-        ring = Pages(base=ring_base, blocks=blocks, stride=ring_page_stride)
-        # In the recent window, residual digits use the buffers of later tiles. So prefetch only up to its first tile.
-        plain = end
-        ahead = end
-        if C.recent > 0:
-            plain = gl.minimum(gl.maximum(gl.maximum(length - C.recent, 0) // C.tile * C.tile, start), end)
-            ahead = gl.minimum(plain + 1, end)
-        work = Split(pages=pages, ring=ring, softcap=softcap, end=end, ahead=ahead, length=length, ends=ends)
+        pages = Pages(
+            base=base, blocks=table_ptr + sequence.to(gl.int64) * table_stride, stride=page_stride,
+            residuals=residuals_ptr,
+        )  # fmt: skip
+        work = Split(pages=pages, softcap=softcap, end=end, ahead=ahead, length=length, ends=ends)
         # `store` may still be writing two tokens: this sequence's last one, and the one before it, which another
         # sequence that shares the block stores in this step. Copy earlier tiles without waiting for `store`.
         settled = gl.minimum(end - 1 - C.tile, ahead)
@@ -255,20 +281,10 @@ def decode_kernel(
             if (t >= settled) & (t < ahead):
                 fetch_tile(smem, i, pages, blocks[i], t, C)
             async_copy.commit_group()
-        if C.recent > 0:  # noqa: SIM102 - a constant of the launch
-            if plain == start:
-                fetch_ring(smem, 0, ring, start, C)
-                async_copy.commit_group()
         query = load_wide_query(shared, source, C) if C.wide else load_query(source, C)
-        stage = 0
-        state = initial_state(C)
-        stage, state = attend(query, smem, stage, state, (), start, plain, work, C)
-        if C.recent > 0:
-            if (start < plain) & (plain < end):
-                fetch_ring(smem, stage, ring, plain, C)
-                async_copy.commit_group()
-            tags = load_tags(pages, ring, plain, end, C)
-            stage, state = attend(query, smem, stage, state, tags, plain, end, work, C)
+        stage, state = attend(query, smem, start, plain, work, C)
+        if C.residuals > 0:
+            state = attend_refined(query, smem, stage, state, plain, end, work, C)
         async_copy.wait_group(0)
         at = (result * heads + head).to(gl.int64) * C.ratio + (0 if C.several else first)
         (write_wide if C.wide else write)(out_ptr + at * C.dim, lse_ptr + at, source, state, C)

@@ -14,7 +14,7 @@ copy_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else
 
 
 Smem = namedtuple("Smem", "key value meta")
-"""Shared memory of a program. A buffer holds a tile's codes, or one digit of each of its residuals (`ring`).
+"""Shared memory of a program. A buffer holds a tile's codes, or one digit of each of its residuals (`residuals`).
 
 Attributes:
     key: int8 [buffers * chunks, tile, bytes].
@@ -23,20 +23,21 @@ Attributes:
 """
 
 
-Pages = namedtuple("Pages", "base blocks stride")
+Pages = namedtuple("Pages", "base blocks stride residuals")
 """Pages of a sequence and a KV head.
 
 Attributes:
     base: pointer to the KV head's page in block 0.
-    blocks: pointer to the sequence's block table; for a ring, a tuple of the block numbers.
+    blocks: pointer to the sequence's block table.
     stride: bytes from one block to the next.
+    residuals: pointer to the residual pages of block 0; not read without residuals.
 """
 
 
 @gluon.constexpr_function
-def buffers(side, stages, recent):
+def buffers(side, stages, residuals):
     """Return the number of tile buffers for keys or values: `stages`, or more if a tile and its digits need more."""
-    return max(stages, 1 + side.digits) if recent else stages
+    return max(stages, 1 + side.digits) if residuals else stages
 
 
 @gluon.jit
@@ -47,11 +48,11 @@ def allocate(C: gl.constexpr):
     KEY_WORDS: gl.constexpr = 2 * padded(chunk_words(KEY))
     VALUE_WORDS: gl.constexpr = padded(chunk_words(VALUE))
     key = gl.allocate_shared_memory(
-        gl.int8, [buffers(KEY, C.stages, C.recent) * chunks(KEY), C.tile, KEY_WORDS],
+        gl.int8, [buffers(KEY, C.stages, C.residuals) * chunks(KEY), C.tile, KEY_WORDS],
         gl.SwizzledSharedLayout(16, 128 // KEY_WORDS, KEY_WORDS // 16, [1, 0]),
     )  # fmt: skip
     value = gl.allocate_shared_memory(
-        gl.uint16, [buffers(VALUE, C.stages, C.recent) * chunks(VALUE), C.tile, VALUE_WORDS],
+        gl.uint16, [buffers(VALUE, C.stages, C.residuals) * chunks(VALUE), C.tile, VALUE_WORDS],
         gl.SwizzledSharedLayout(8, 64 // VALUE_WORDS, VALUE_WORDS // 8, [1, 0]),
     )  # fmt: skip
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -94,19 +95,29 @@ def fetch(smem, stage, pages, t, end, C: gl.constexpr):
 def fetch_tile(smem, stage, pages, block, t, C: gl.constexpr):
     """Start copying the tile of tokens [t, t + tile), which are in `block`, into `stage`."""
     KEY: gl.constexpr = C.key_side
-    VALUE: gl.constexpr = C.value_side
     TILE: gl.constexpr = C.tile
     page = pages.base + block.to(gl.int64) * pages.stride
     place = gl.multiple_of(t % KEY.page, TILE)
-    s8: gl.constexpr = gl.pointer_type(gl.int8)
-    u16: gl.constexpr = gl.pointer_type(gl.uint16)
-    fetch_rows(smem.key, stage, (page + (KEY.codes + place * KEY.row)).to(s8), KEY, 1, C)
-    i = gl.arange(0, 2 * C.groups * TILE, gl.BlockedLayout([8], [32], [1], [0]))
+    fetch_codes(smem.key, stage, page, place, KEY, 1, C)
     # The metadata of keys and of values are adjacent regions.
-    copy_to_shared(
-        smem.meta.index(stage), (page + KEY.meta).to(u16) + place + ((i // TILE) * KEY.page + i % TILE)
-    )  # fmt: skip
-    fetch_rows(smem.value, stage, (page + (VALUE.codes + place * VALUE.row)).to(u16), VALUE, 2, C)
+    fetch_meta(smem.meta.index(stage), page, place, KEY, 2 * C.groups, C)
+    fetch_codes(smem.value, stage, page, place, C.value_side, 2, C)
+
+
+@gluon.jit
+def fetch_codes(buffer, stage, page, place, SIDE: gl.constexpr, SIZE: gl.constexpr, C: gl.constexpr):
+    """Start copying a tile's codes of keys or values (SIDE), which begin at `place` of `page`, into `stage`."""
+    rows = (page + (SIDE.codes + place * SIDE.row)).to(gl.pointer_type(gl.int8 if SIZE == 1 else gl.uint16))
+    fetch_rows(buffer, stage, rows, SIDE, SIZE, C)
+
+
+@gluon.jit
+def fetch_meta(meta, page, place, SIDE: gl.constexpr, GROUPS: gl.constexpr, C: gl.constexpr):
+    """Start copying a tile's scale metadata of GROUPS groups, from the first group of keys or values (SIDE) on."""
+    TILE: gl.constexpr = C.tile
+    i = gl.arange(0, GROUPS * TILE, gl.BlockedLayout([8], [32], [1], [0]))
+    rows = (page + SIDE.meta).to(gl.pointer_type(gl.uint16)) + place
+    copy_to_shared(meta, rows + ((i // TILE) * SIDE.page + i % TILE))
 
 
 @gluon.jit

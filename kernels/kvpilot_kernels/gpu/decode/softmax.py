@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kvpilot_kernels.gpu.decode.queries import place_of
-from kvpilot_kernels.gpu.decode.ring import digit_buffer, fine_scale
+from kvpilot_kernels.gpu.decode.residuals import digit_buffer, fine_scale
 from kvpilot_kernels.gpu.decode.smem import load_keys, load_values
 from kvpilot_kernels.gpu.layout.mma import (
     COLS,
@@ -119,17 +119,15 @@ def capped(score, query, softcap):
 
 
 @gluon.jit
-def score(smem, stage, t, query, fine, softcap, C: gl.constexpr):
-    """Return a tile's scores, float32 [tile, queries]: log2 with a soft cap, otherwise multiples of `Query.unit`.
+def score(smem, stage, t, query, C: gl.constexpr):
+    """Return a tile's scores without residuals, float32 [tile, queries], in multiples of `Query.unit`.
 
     Args:
         t: first token of the tile.
         query: from `queries.load_query`.
-        fine: a `ring.Fine` if the tile is in the recent window, so that its residuals are added; otherwise ().
     """
     GROUPS: gl.constexpr = C.groups
     KEY: gl.constexpr = C.key_side
-    DIGITS: gl.constexpr = KEY.digits if len(fine) > 0 else 0
     meta = smem.meta.index(stage)
     codes = load_keys(smem, stage, C)
     score = first_scores(t, query, C)
@@ -138,26 +136,29 @@ def score(smem, stage, t, query, fine, softcap, C: gl.constexpr):
         scale = scales(word) * (0.5 ** key_shift(KEY, g))
         product = dot(codes, query, g, C)
         score += scale[:, None] * (product - zero_codes(word)[:, None] * query.zeros[g][None, :])
-    if DIGITS > 0:
-        products = ()
+    return score
+
+
+@gluon.jit
+def refine_score(score, smem, stage, query, fine, C: gl.constexpr):
+    """Add the residuals of a tile's keys to its scores. `fine` is a `residuals.Fine`."""
+    GROUPS: gl.constexpr = C.groups
+    KEY: gl.constexpr = C.key_side
+    DIGITS: gl.constexpr = KEY.digits
+    meta = smem.meta.index(stage)
+    products = ()
+    for g in gl.static_range(GROUPS):
+        products = products + (gl.full([C.tile, C.queries], 0.0, gl.float32, SCORES),)
+    for i in gl.static_range(DIGITS):
+        codes = load_keys(smem, digit_buffer(stage, i, KEY, C), C)
+        new = ()
         for g in gl.static_range(GROUPS):
-            products = products + (gl.full([C.tile, C.queries], 0.0, gl.float32, SCORES),)
-        for i in gl.static_range(DIGITS):
-            codes = load_keys(smem, digit_buffer(stage, i, KEY, C), C)
-            new = ()
-            for g in gl.static_range(GROUPS):
-                product = dot(codes, query, g, C)
-                new = new + (products[g] * (1 << KEY.bits) + product,)
-            products = new
-        for g in gl.static_range(GROUPS):
-            half = query.zeros[g] * (middle(KEY.bits) / zero_unit(KEY.bits) * UNIT)
-            scale = scales(meta.slice(g * C.tile, C.tile).load(ROWS)) * (0.5 ** key_shift(KEY, g))
-            finer = (scale * fine_scale(fine, g, KEY.bits))[:, None] * (products[g] - half[None, :])
-            if C.several:
-                finer = gl.where(fine.seen, finer, 0.0)
-            score += finer
-    if C.softcap:
-        score = capped(score, query, softcap)
+            new = new + (products[g] * (1 << KEY.bits) + dot(codes, query, g, C),)
+        products = new
+    for g in gl.static_range(GROUPS):
+        half = query.zeros[g] * (middle(KEY.bits) / zero_unit(KEY.bits) * UNIT)
+        scale = scales(meta.slice(g * C.tile, C.tile).load(ROWS)) * (0.5 ** key_shift(KEY, g))
+        score += (scale * fine_scale(fine, g, KEY.bits))[:, None] * (products[g] - half[None, :])
     return score
 
 
@@ -170,7 +171,7 @@ def hide(score, meta, t, split, C: gl.constexpr):
     token with a NaN scale, set its score to NaN instead.
 
     Args:
-        score: from `score`.
+        score: from `score`, with residuals and soft cap.
         meta: the tile's scale metadata in shared memory, uint16 [2 * groups * tile].
         t: first token of the tile.
         split: a `kernel.Split`.
@@ -195,19 +196,20 @@ def hide(score, meta, t, split, C: gl.constexpr):
 
 
 @gluon.jit
-def accumulate(score, unit, limits, smem, stage, state, fine, C: gl.constexpr):
-    """Add a tile to the running softmax, and return its `State`.
+def accumulate(score, unit, limits, smem, stage, state, C: gl.constexpr):
+    """Add a tile to the running softmax, without the residuals of its values.
 
     Args:
         score: the tile's scores, float32 [tile, queries], from `hide`.
         unit: factor that turns scores into exponents of 2, float32 [queries].
         limits: limits of the values' scales, from `hide`.
-        fine: as in `score`.
+
+    Returns:
+        The new `State`, and the tokens' weights, float32 [tile, queries].
     """
     GROUPS: gl.constexpr = C.groups
     VALUE: gl.constexpr = C.value_side
     PLANES: gl.constexpr = value_planes(VALUE)
-    DIGITS: gl.constexpr = VALUE.digits if len(fine) > 0 else 0
     meta = smem.meta.index(stage)
     m = gl.maximum(state.m, gl.max(score, 0) * unit - HEADROOM)
     alpha = gl.exp2(state.m - m)
@@ -222,7 +224,6 @@ def accumulate(score, unit, limits, smem, stage, state, fine, C: gl.constexpr):
     p = gl.exp2(score * unit[None, :] - m[None, :])
     total = total + over_own_rows(p, C.tile, C.queries)
     weights = ()
-    fine_weights = ()
     new = ()
     for g in gl.static_range(GROUPS):
         word = meta.slice((GROUPS + g) * C.tile, C.tile).load(ROWS)
@@ -230,13 +231,6 @@ def accumulate(score, unit, limits, smem, stage, state, fine, C: gl.constexpr):
         w = to_half(p * scale[:, None])
         zero = w.to(gl.float32) * zero_codes(word)[:, None]
         weights = weights + (to_right(w, C.tile, C.queries),)
-        if DIGITS > 0:
-            w = p * (scale * fine_scale(fine, GROUPS + g, VALUE.bits))[:, None]
-            if C.several:
-                w = gl.where(fine.seen, w, 0.0)
-            w = to_half(w)
-            zero += w.to(gl.float32) * (middle(VALUE.bits) / zero_unit(VALUE.bits) * UNIT)
-            fine_weights = fine_weights + (to_right(w, C.tile, C.queries),)
         new = new + (zeros[g] + over_own_rows(zero, C.tile, C.queries),)
     zeros = new
     words = load_values(smem, stage, C)
@@ -244,16 +238,36 @@ def accumulate(score, unit, limits, smem, stage, state, fine, C: gl.constexpr):
     for i in gl.static_range(len(PLANES)):
         codes = word_plane(words[2 * PLANES[i][0] + PLANES[i][2]], VALUE.bits, PLANES[i][1])
         new = new + (mma_v2(codes, weights[PLANES[i][3]], acc[i]),)
-    acc = new
+    return State(m=m, total=total, zeros=zeros, acc=new), p
+
+
+@gluon.jit
+def refine(p, limits, smem, stage, state, fine, C: gl.constexpr):
+    """Add the residuals of a tile's values, weighted by p, to the running softmax."""
+    GROUPS: gl.constexpr = C.groups
+    VALUE: gl.constexpr = C.value_side
+    PLANES: gl.constexpr = value_planes(VALUE)
+    DIGITS: gl.constexpr = VALUE.digits
+    meta = smem.meta.index(stage)
+    weights = ()
+    new = ()
+    for g in gl.static_range(GROUPS):
+        scale = scales_up_to(meta.slice((GROUPS + g) * C.tile, C.tile).load(ROWS), limits)
+        w = to_half(p * (scale * fine_scale(fine, GROUPS + g, VALUE.bits))[:, None])
+        zero = w.to(gl.float32) * (middle(VALUE.bits) / zero_unit(VALUE.bits) * UNIT)
+        weights = weights + (to_right(w, C.tile, C.queries),)
+        new = new + (state.zeros[g] + over_own_rows(zero, C.tile, C.queries),)
+    zeros = new
+    acc = state.acc
     for j in gl.static_range(DIGITS):
         words = load_values(smem, digit_buffer(stage, j, VALUE, C), C)
         new = ()
         for i in gl.static_range(len(PLANES)):
             codes = word_plane(words[2 * PLANES[i][0] + PLANES[i][2]], VALUE.bits, PLANES[i][1])
-            w = (fine_weights[PLANES[i][3]] * (1 << VALUE.bits * (DIGITS - 1 - j))).to(gl.float16)
+            w = (weights[PLANES[i][3]] * (1 << VALUE.bits * (DIGITS - 1 - j))).to(gl.float16)
             new = new + (mma_v2(codes, w, acc[i]),)
         acc = new
-    return State(m=m, total=total, zeros=zeros, acc=acc)
+    return State(m=state.m, total=state.total, zeros=zeros, acc=acc)
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ from kvpilot_kernels.gpu.layout.hadamard import packing_signs, plain_signs
 from kvpilot_kernels.gpu.layout.page import NARROW, side_layouts
 from kvpilot_kernels.gpu.prefill.gather import GatherConfig, gather_kernel
 from kvpilot_kernels.gpu.store.kernel import StoreConfig, store_kernel
+from kvpilot_kernels.residuals import Residuals
 
 LOG2_E = 1.4426950408889634
 
@@ -73,24 +74,26 @@ class Shape:
         ratio: query heads per KV head.
         block_size: tokens in a page.
         softcap: 0 for none.
-        recent: number of last tokens that a ring refines; 0 for no ring.
+        residuals: `Format.residual_pages`, or 0 without a recent window.
 
     Raises:
-        BadInputError: no query head per KV head.
+        BadInputError: no query head per KV head, or another number of residual pages.
         UnsupportedHeadDimError: the format cannot store heads of this dimension.
-        FormatError: a recent window for a format of 8 bits, or a negative window.
     """
 
     def __init__(self, fmt: Format, head_dim: int, kv_heads: int, ratio: int, block_size: int, device: torch.device,
-                 softcap: float = 0.0, recent: int = 0) -> None:  # fmt: skip
+                 softcap: float = 0.0, residuals: int = 0) -> None:  # fmt: skip
         if ratio < 1:
             raise check.BadInputError("ratio", f"is {ratio} query heads per KV head", "give 1 or more")
         self.fmt, self.head_dim, self.kv_heads, self.ratio = fmt, head_dim, kv_heads, ratio
         self.block_size, self.device, self.softcap = block_size, device, softcap
         self.row_dim = dim = fmt.row_dim(head_dim)
         self.wide = dim > NARROW.value
-        self.recent, self.ring_blocks = recent, fmt.ring_blocks(recent, head_dim, block_size)
-        self.key, self.value = side_layouts(fmt, head_dim, block_size, recent)
+        if residuals not in (0, fmt.residual_pages(head_dim, block_size)):
+            remedy = f"{fmt.name} has {fmt.residual_pages(head_dim, block_size)} for a block of {block_size} tokens"
+            raise check.BadInputError("residuals", f"is {residuals}", remedy)
+        self.residuals = residuals
+        self.key, self.value = side_layouts(fmt, head_dim, block_size, residuals)
         self.gather_block = tuning.gather_block(dim)
         self.can_overlap = tuning.overlaps(device)
         self.chained: dict[str, Any] = {"launch_pdl": True} if self.can_overlap else {}
@@ -107,7 +110,7 @@ class Shape:
                 self.fmt.key.bits + self.fmt.value.bits,
             )
             parts, capability = triton.cdiv(self.ratio * tokens, take), tuning.capability(self.device)
-            choice = tuning.choose(self.row_dim, take, bits, self.block_size, self.recent, capability)
+            choice = tuning.choose(self.row_dim, take, bits, self.block_size, self.residuals, capability)
             self._cuts[tokens] = Cut(take, parts, choice, self._wave(parts, choice.programs))
         return self._cuts[tokens]
 
@@ -208,12 +211,12 @@ class GpuPages:
         cache: the pages; their start is a multiple of 16 bytes.
         shape: the layer's `Shape`.
         factors: the layer's calibration factors, float32 [kv_heads, head_dim] each.
-        ring: pages of the recent window, in the shape of `cache`. It may be the same tensor. None without a window.
+        residuals: the engine's residual pages, which are blocks of `cache`; None without a recent window.
         sinks: floats [kv_heads * ratio], logits of attention sinks, which take part of the softmax weight but have no
             value; None without sinks.
     """
 
-    def __init__(self, cache: torch.Tensor, shape: Shape, factors: Factors, ring: torch.Tensor | None = None,
+    def __init__(self, cache: torch.Tensor, shape: Shape, factors: Factors, residuals: Residuals | None = None,
                  sinks: torch.Tensor | None = None) -> None:  # fmt: skip
         check.page_cache(cache, shape.fmt, shape.head_dim)
         if tuple(cache.shape[1:3]) != (shape.kv_heads, shape.block_size):
@@ -221,22 +224,19 @@ class GpuPages:
                 "cache", f"is {tuple(cache.shape)}", f"this layer has {shape.kv_heads} KV heads and blocks of "
                 f"{shape.block_size} tokens"
             )  # fmt: skip
-        check.ring(ring, cache, shape.recent)
-        if ring is not None:
-            check.page_cache(ring, shape.fmt, shape.head_dim, "ring")
+        check.residuals(residuals, cache, shape.residuals)
         check.sinks(sinks, shape.kv_heads * shape.ratio)
-        self.cache, self.shape, self.sinks = cache, shape, sinks
-        ring, f = cache if ring is None else ring, factors
-        self.strides = (*cache.stride()[:2], *ring.stride()[:2])
+        self.cache, self.shape, self.sinks, f = cache, shape, sinks, factors
         self.own = Own(
-            (cache, ring, f.key_first, f.key_mean, f.key_scale, f.value_mean, f.value_scale,
-             f.value_scale if sinks is None else sinks), (self.strides, sinks is None),
+            (cache, *(residuals or (cache, cache)), f.key_first, f.key_mean, f.key_scale, f.value_mean, f.value_scale,
+             f.value_scale if sinks is None else sinks), (cache.stride()[:2], sinks is None),
         )  # fmt: skip
 
     def store(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor,
-              plan: Plan, decodes: int, scale: float, ring_slots: torch.Tensor | None = None,
-              ordinals: torch.Tensor | None = None) -> None:  # fmt: skip
+              plan: Plan, decodes: int, scale: float, ordinals: torch.Tensor | None = None) -> None:  # fmt: skip
         """Write tokens into their slots, and the rotated queries of the first `decodes` tokens into the plan.
+
+        Also write the residuals of tokens whose block has residual pages.
 
         Args:
             query: [tokens, heads, D], any float dtype, heads and elements contiguous.
@@ -245,7 +245,6 @@ class GpuPages:
             plan: the step's `Plan`, as given to `decode`.
             decodes: number of query tokens that `decode` computes. They come first in `query`.
             scale: factor on the scores.
-            ring_slots: int64 [tokens], from `store.ring_slots.fill_ring_slots`; None without a recent window.
             ordinals: int [tokens], each token's position in its sequence, counted from 1. Padding at the end may be
                 left out. None if no token is the first of its sequence.
         """
@@ -257,47 +256,42 @@ class GpuPages:
             check.tokens(key, value, slot_mapping, s.kv_heads, s.head_dim)
             check.queries(query, s.kv_heads, s.head_dim)
             check.inner_strides(s.head_dim, query=query, key=key, value=value)
-            check.ring_slots(ring_slots, slot_mapping, s.recent)
             check.ordinals(ordinals, slot_mapping)
             heads = s.kv_heads * (2 + (s.ratio if decodes else 0))
             block, level = tuning.store_block(s.row_dim, tokens), s.softcap > 0 or self.sinks is not None
             step = (
-                slot_mapping, slot_mapping if ordinals is None else ordinals,
-                slot_mapping if ring_slots is None else ring_slots, plan.rotated, plan.sums, plan.units, plan.apart,
-                plan.level, s.key_signs, s.value_signs,
+                slot_mapping, slot_mapping if ordinals is None else ordinals, plan.rotated, plan.sums, plan.units,
+                plan.apart, plan.level, s.key_signs, s.value_signs,
             )  # fmt: skip
             return First(
                 store_kernel, (triton.cdiv(tokens, block.tokens), heads, 1), step,
-                lambda new, own, step: (*new, *step[:2], own[0], step[2], own[1], *step[3:], *own[2:7]),
+                lambda new, own, step: (*new, *step[:2], *own[:2], *step[2:], *own[3:8]),
                 (tokens, 0 if ordinals is None else ordinals.shape[0], decodes, query.stride(0), key.stride(0),
-                 value.stride(0), *self.strides, scale * LOG2_E),
+                 value.stride(0), *self.cache.stride()[:2], scale * LOG2_E),
                 {"C": StoreConfig(s.key, s.value, s.kv_heads, s.ratio, s.head_dim, block.tokens, level, s.can_overlap),
                  "num_warps": block.warps, **tuning.FUSED, **s.chained},
             )  # fmt: skip
 
         self.shape.launches(
-            "store", (plan, slot_mapping, ring_slots, ordinals), (decodes, scale), (query, key, value), self.own, first
+            "store", (plan, slot_mapping, ordinals), (decodes, scale), (query, key, value), self.own, first
         )
 
-    def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor,
-               ring_table: torch.Tensor | None = None) -> None:  # fmt: skip
+    def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
         """Compute causal attention of each query token to the stored tokens. `store` has rotated the queries.
 
         Args:
             block_table: int32 [sequences, blocks]; entries past a sequence's length are not read.
             seq_lens: int32 [sequences], stored tokens, as given to the plan's `update`; 0 gives zeros.
             out: output, [rows, heads, D], 16 bits or float32; heads and elements contiguous. A row is a query token.
-            ring_table: int32 [sequences, ring_blocks], negative for no block; None without a recent window.
         """
         rows = seq_lens.shape[0] if plan.several is None else plan.several.owners.shape[0]
         if rows > out.shape[0]:
             raise check.BadInputError("out", f"has {out.shape[0]} rows", f"the step has {rows}")
         if seq_lens.shape[0]:
-            self.attend(block_table, seq_lens, plan, ring_table)
+            self.attend(block_table, seq_lens, plan)
             self.merge(rows, plan, out)
 
-    def attend(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan,
-               ring_table: torch.Tensor | None = None) -> tuning.Taken | None:  # fmt: skip
+    def attend(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan) -> tuning.Taken | None:
         """Run the first half of `decode`: write the partial results of every split to the plan.
 
         Return the resources that the compiler gives a program, or None in Triton's interpreter.
@@ -305,9 +299,7 @@ class GpuPages:
 
         def first() -> First:
             s, several, cut, sequences = self.shape, plan.several, plan.cut(), seq_lens.shape[0]
-            check.ring_table(ring_table, sequences, s.ring_blocks)
-            rings = block_table if ring_table is None else ring_table
-            check.int32(block_table=block_table, seq_lens=seq_lens, ring_table=rings)
+            check.int32(block_table=block_table, seq_lens=seq_lens)
             if sequences > min(plan.sequences, block_table.shape[0]):
                 raise check.BadInputError(
                     "seq_lens", f"has {sequences} rows", f"the plan has {plan.sequences}, and block_table "
@@ -317,22 +309,21 @@ class GpuPages:
             splits = most_splits(sequences, cut.wave, beyond(1 if several is None else several.most))
             config = DecodeConfig.of(
                 s.key, cut.take, value_side=s.value, ratio=s.ratio, tile=choice.tile, stages=choice.stages,
-                softcap=s.softcap > 0, recent=s.recent, ring_blocks=s.ring_blocks, several=several is not None,
-                overlap=s.can_overlap,
+                softcap=s.softcap > 0, residuals=s.residuals, several=several is not None, overlap=s.can_overlap,
             )  # fmt: skip
             step = (
-                plan.rotated, plan.sums, plan.units, plan.apart, plan.level, block_table, rings, plan.splits,
+                plan.rotated, plan.sums, plan.units, plan.apart, plan.level, block_table, plan.splits,
                 plan.spans if several is None else several.starts, plan.spans, plan.bases, plan.partial, plan.lse,
             )  # fmt: skip
             return First(
                 decode_kernel, (cut.parts, s.kv_heads, splits), step,
-                lambda _, own, step: (*step[:5], own[0], step[5], own[1], *step[6:]),
-                (*self.strides, block_table.stride(0), rings.stride(0), s.softcap),
+                lambda _, own, step: (*step[:5], *own[:3], *step[5:]),
+                (*self.cache.stride()[:2], block_table.stride(0), s.softcap),
                 {"C": config, "num_warps": 1, "maxnreg": choice.registers, **tuning.FUSED,
                  **(s.chained if plan.overlap else {})},
             )  # fmt: skip
 
-        given = plan, plan.several, plan.overlap, block_table, seq_lens, ring_table
+        given = plan, plan.several, plan.overlap, block_table, seq_lens
         kernel = self.shape.launches("decode", given, (), (), self.own, first)
         return None if kernel is None else tuning.Taken(kernel.n_regs, kernel.metadata.shared)
 
@@ -350,7 +341,7 @@ class GpuPages:
             return First(
                 reduce_kernel, (rows, s.kv_heads, s.ratio // take),
                 (plan.partial, plan.lse, plan.spans, starts, owners, plan.bases, s.signs, plan.level),
-                lambda new, own, step: (*step[:7], *own[5:], step[7], *new), (out.stride(0),),
+                lambda new, own, step: (*step[:7], *own[6:], step[7], *new), (out.stride(0),),
                 {"C": config, "num_warps": warps, **tuning.FUSED, **s.chained},
             )  # fmt: skip
 
@@ -382,8 +373,8 @@ class GpuPages:
             return First(
                 gather_kernel, (triton.cdiv(tokens, block.tokens), s.kv_heads, 1),
                 (slots, ordinals, key_out, value_out, s.key_signs, s.value_signs),
-                lambda new, own, step: (own[0], *step, *own[2:7], *new),
-                (tokens, *self.strides[:2], *(x.stride(0) for x in fresh)),
+                lambda new, own, step: (own[0], *step, *own[3:8], *new),
+                (tokens, *self.cache.stride()[:2], *(x.stride(0) for x in fresh)),
                 {"C": GatherConfig(s.key, s.value, s.kv_heads, s.head_dim, block.tokens), "num_warps": block.warps,
                  **tuning.FUSED},
             )  # fmt: skip

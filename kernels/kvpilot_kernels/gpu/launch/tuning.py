@@ -176,31 +176,31 @@ def program_queries(dim: int, ratio: int, tokens: int) -> int:
     return 4 if queries <= 4 else 8 if queries <= 8 or dim > 128 else 16
 
 
-def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capability: tuple[int, int]) -> Choice:
+def choose(dim: int, queries: int, bits: int, block_size: int, residuals: int, capability: tuple[int, int]) -> Choice:
     """Return the launch parameters of decode.
 
     The tile divides `block_size`, so that it lies in one page. If the assembler may choose the number of registers
     (`Gpu.balanced`), it takes slightly too many for 12 programs with a recent window. So this case gets a limit of 168.
 
     With a recent window, 2-bit codes need as much shared memory and as many registers as 4-bit codes. At head_dim 192
-    they get tiles of 16, which spill 168 bytes on 9.0. Tiles of 32 spill up to 896 bytes.
+    they get tiles of 16, which spill 8 bytes on 9.0. Tiles of 32 spill up to 400 bytes.
 
     Args:
         dim: elements of a row.
         queries: queries of a program.
         bits: bits of a key's and a value's element together.
-        recent: see `Shape`.
+        residuals: see `Shape`.
     """
     most = 4 if queries <= 4 else 8 if queries <= 8 else 16
     programs = PROGRAMS[dim, most][0 if bits > 8 else 1 if bits == 8 else 2]
-    if recent:
+    if residuals:
         programs = min(programs, 8 if bits == 4 else 12)
     tile, stages = (TILES[dim], 2) if most <= 8 else (TILES[dim] // 2, 3)
-    if dim == 192 and bits == 4 and recent:
+    if dim == 192 and bits == 4 and residuals:
         tile = 16
     if dim > 256:
         return Choice(gcd(tile, block_size), stages, programs, 255, grain=64)
-    registers = (168 if recent and programs == 12 and 64 < dim <= 128 else None) if gpu(capability).balanced else 255
+    registers = (168 if residuals and programs == 12 and 64 < dim <= 128 else None) if gpu(capability).balanced else 255
     return Choice(gcd(tile, block_size), stages, programs, registers)
 
 

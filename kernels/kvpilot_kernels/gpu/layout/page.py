@@ -30,7 +30,7 @@ LARGEST = tl.constexpr(32512.0)
 
 @dataclass(frozen=True)
 class SideLayout:
-    """Layout of the keys or values in a page and in a ring's page, as a kernel's constant; sizes in bytes.
+    """Layout of the keys or values in a page and in a residual page, as a kernel's constant; sizes in bytes.
 
     Attributes:
         bits: bits of a code.
@@ -42,8 +42,8 @@ class SideLayout:
         codes, meta: offsets of the codes and of the scale metadata in a page.
         shrink: factors by which the encoder tries to shrink a group's range (`layouts.SHRINK`).
         digits: number of digits of a residual, `bits` bits each. The residual refines a code to 8 bits.
-        ring: tokens in a ring's page; 0 without a ring.
-        digit_codes, ring_meta: offsets in a ring's page; 0 without a ring.
+        residual: tokens in a residual page; 0 without residuals.
+        digit_codes, residual_meta: offsets in a residual page; 0 without residuals.
     """
 
     bits: int
@@ -56,25 +56,25 @@ class SideLayout:
     meta: int
     shrink: tuple[float, ...]
     digits: int = 0
-    ring: int = 0
+    residual: int = 0
     digit_codes: int = 0
-    ring_meta: int = 0
+    residual_meta: int = 0
 
 
-def side_layouts(fmt: formats.Format, head_dim: int, block_size: int, recent: int) -> tuple[SideLayout, SideLayout]:
-    """Return the layouts of keys and of values in a page of `block_size` tokens, with a ring if `recent` is not 0."""
+def side_layouts(fmt: formats.Format, head_dim: int, block_size: int, residuals: int) -> tuple[SideLayout, SideLayout]:
+    """Return the layouts of keys and of values in a page of `block_size` tokens, and in `residuals` residual pages."""
     page = fmt.page_layout(head_dim, block_size)
-    ring = fmt.ring_layout(head_dim, block_size) if recent else None
-    value_meta, dim = fmt.groups(head_dim) * ring.meta.row_bytes if ring else 0, fmt.row_dim(head_dim)
+    fine = fmt.residual_layout(head_dim, block_size) if residuals else None
+    value_meta, dim = fmt.groups(head_dim) * fine.meta.row_bytes if fine else 0, fmt.row_dim(head_dim)
     return tuple(
         SideLayout(
             side.bits, dim, fmt.group_size(head_dim), slots(dim), block_size, codes.row_bytes, codes.offset,
-            meta.offset, layouts.SHRINK[side.bits], side.digits, ring.tokens if ring else 0,
-            digits.offset if digits else 0, ring.meta.offset + past if ring else 0,
+            meta.offset, layouts.SHRINK[side.bits], side.digits, fine.tokens if fine else 0,
+            digits.offset if digits else 0, fine.meta.offset + past if fine else 0,
         )
         for side, codes, meta, digits, past in (
-            (fmt.key, page.key_codes, page.key_meta, ring and ring.key_digits, 0),
-            (fmt.value, page.value_codes, page.value_meta, ring and ring.value_digits, value_meta),
+            (fmt.key, page.key_codes, page.key_meta, fine and fine.key_digits, 0),
+            (fmt.value, page.value_codes, page.value_meta, fine and fine.value_digits, value_meta),
         )
     )  # type: ignore[return-value]  # fmt: skip
 
@@ -174,22 +174,3 @@ def pack_meta(bits, zero_code):
 def scale_and_zero(meta, BITS: tl.constexpr):
     """Return float32 scales and zero points from scale metadata, int32 of which only the lower 16 bits count."""
     return scale_of((meta & 0xFFFF) >> ZERO_BITS), zero_of(meta & ZERO_MASK, BITS)
-
-
-@triton.jit
-def tags(packed, meta, SIDE: tl.constexpr):
-    """Return 14-bit tags of packed bytes and metadata, int32 [tokens, groups].
-
-    A tag is a hash of a group (`layouts`: ring layout). A residual in the ring belongs to the token with its tags.
-    """
-    GROUPS: tl.constexpr = SIDE.slots // 64
-    at, real = byte_of(tl.arange(0, SIDE.slots * SIDE.bits // 8), SIDE)
-    group = tl.arange(0, GROUPS)
-    u = tl.zeros([packed.shape[0], GROUPS], tl.int32)
-    for g in tl.static_range(GROUPS):
-        first = g * (SIDE.row // GROUPS)
-        by = tl.where(at == first, 1, tl.where(at == first + 1, 256, 0))
-        part = tl.sum(tl.where(real, by, 0)[None, :] * packed, 1)
-        u = tl.where((group == g)[None, :], part[:, None], u)
-    h = u.to(tl.uint32) * 0x9E3779B1 + (meta & 0xFFFF).to(tl.uint32) * 0x85EBCA77
-    return (h >> 18).to(tl.int32)

@@ -6,8 +6,8 @@ NaN. A query becomes
 
     q' = (q / key_scale) H * scale * log2(e)
 
-so that decode can use scores as exponents of 2. The same program writes the ring rows of tokens in the recent window
-(`reference.residual`).
+so that decode can use scores as exponents of 2. If a token's block has residual pages, the same program writes the
+token's residuals (`reference.residual`).
 """
 
 from collections import namedtuple
@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from kvpilot_kernels.gpu.layout.hadamard import load_signs, packing_slots, plain_slots, rotate
-from kvpilot_kernels.gpu.layout.page import LARGEST, SideLayout, pack_codes, query_planes, tags, write_codes
+from kvpilot_kernels.gpu.layout.page import LARGEST, SideLayout, pack_codes, query_planes, write_codes
 from kvpilot_kernels.gpu.store.quantize import encode, nearest, residual
 
 
@@ -53,44 +53,46 @@ Rows = namedtuple("Rows", "x stride first mean scale signs")
 """
 
 
-Target = namedtuple("Target", "slots base page_stride head_stride")
-"""Pointers to the slots of all tokens and to pages, and the strides of a page and of a KV head."""
+Target = namedtuple("Target", "slots base page_stride head_stride residuals")
+"""Where a step's tokens go.
+
+Attributes:
+    slots: pointer to the slots of all tokens.
+    base: pointer to the pages.
+    page_stride, head_stride: strides of a page and of a KV head, in bytes.
+    residuals: pointer to the map of residual pages.
+"""
 
 
 @triton.jit
-def store_ring(y, codes, meta, packed, ring_ptr, place, live, SIDE: tl.constexpr):
-    """Write the residuals and tags of keys or values (SIDE) into ring pages, for tokens that are `live`.
+def store_residuals(y, codes, meta, page_ptr, place, live, SIDE: tl.constexpr):
+    """Write the residuals of keys or values (SIDE) into residual pages, for tokens that are `live`.
 
     y, codes: rotated rows and their codes, [tokens, groups, 64].
     meta: scale metadata, [tokens, groups].
-    packed: result of `pack_codes`.
-    ring: pointers to the pages, [tokens].
-    place: each token's place in its page, [tokens].
+    page: pointers to the residual pages, [tokens].
+    place: each token's row in its residual page, [tokens].
     """
     DIGITS: tl.constexpr = SIDE.digits
-    exponent = tl.zeros_like(meta)
-    if DIGITS > 0:
-        r, exponent = residual(y, codes, meta, SIDE)
-        r = tl.reshape(r, [place.shape[0], SIDE.slots])
-        for i in tl.static_range(DIGITS):
-            digit = (r >> (SIDE.bits * (DIGITS - 1 - i))) & ((1 << SIDE.bits) - 1)
-            row = ring_ptr + (SIDE.digit_codes + (i * SIDE.ring + place) * SIDE.row)
-            write_codes(row, pack_codes(digit, SIDE), live, SIDE)
+    r, exponent = residual(y, codes, meta, SIDE)
+    r = tl.reshape(r, [place.shape[0], SIDE.slots])
+    for i in tl.static_range(DIGITS):
+        digit = (r >> (SIDE.bits * (DIGITS - 1 - i))) & ((1 << SIDE.bits) - 1)
+        row = page_ptr + (SIDE.digit_codes + (i * SIDE.residual + place) * SIDE.row)
+        write_codes(row, pack_codes(digit, SIDE), live, SIDE)
     group = tl.arange(0, SIDE.slots // 64)
-    own = (tags(packed, meta, SIDE) << 2) | exponent
-    to = (ring_ptr + SIDE.ring_meta).to(tl.pointer_type(tl.int16))[:, None]
-    to += group[None, :] * SIDE.ring + place[:, None]
-    tl.store(to, own.to(tl.int16), mask=live[:, None])
+    to = (page_ptr + SIDE.residual_meta).to(tl.pointer_type(tl.int16))[:, None]
+    to += group[None, :] * SIDE.residual + place[:, None]
+    tl.store(to, exponent.to(tl.int16), mask=live[:, None])
 
 
 @triton.jit
-def store_side(rows, pages, ring, tokens, ordinals_ptr, numbered, head, SIDE: tl.constexpr, C: tl.constexpr):
-    """Quantize the keys or values (SIDE) of `head` for a block of tokens. Write them into the tokens' pages and rings.
+def store_side(rows, pages, tokens, ordinals_ptr, numbered, head, SIDE: tl.constexpr, C: tl.constexpr):
+    """Quantize the keys or values (SIDE) of `head` for a block of tokens. Write them into the tokens' pages.
 
     Args:
         rows: the `Rows` of all tokens.
         pages: the `Target` of all tokens.
-        ring: the `Target` of the tokens in the recent window.
         numbered: number of tokens that have an ordinal. No later token is the first of its sequence.
     """
     element, real = plain_slots(SIDE.dim, SIDE.slots)
@@ -108,12 +110,11 @@ def store_side(rows, pages, ring, tokens, ordinals_ptr, numbered, head, SIDE: tl
     )  # fmt: skip
     at = tl.load(pages.slots + token, mask=token < tokens, other=-1)
     live = at >= 0
-    ring_at = at
-    if SIDE.ring > 0:
-        ring_at = tl.load(ring.slots + token, mask=token < tokens, other=-1)
     at = tl.where(live, at, 0)
-    page = pages.base + at // SIDE.page * pages.page_stride + head.to(tl.int64) * pages.head_stride
+    block = at // SIDE.page
     place = (at % SIDE.page).to(tl.int32)
+    base = pages.base + head.to(tl.int64) * pages.head_stride
+    page = base + block * pages.page_stride
     first = tl.load(ordinals_ptr + token, mask=token < numbered, other=0) == 1
     off = x.to(tl.float32) * factor[None, :] - tl.where(first[:, None], apart[None, :], mean[None, :])
     y = tl.reshape(rotate(off, signs, SIDE.dim), [C.tokens, SIDE.slots // 64, 64])
@@ -123,12 +124,12 @@ def store_side(rows, pages, ring, tokens, ordinals_ptr, numbered, head, SIDE: tl
     group = tl.arange(0, SIDE.slots // 64)
     to = (page + SIDE.meta).to(tl.pointer_type(tl.int16))[:, None] + (group[None, :] * SIDE.page + place[:, None])
     tl.store(to, meta.to(tl.int16), mask=live[:, None])
-    if SIDE.ring > 0:
-        recent = live & (ring_at >= 0)
-        if tl.max(recent.to(tl.int32), 0) > 0:  # only the last tokens of a prompt have ring slots
-            ring_at = tl.where(recent, ring_at, 0)
-            page = ring.base + ring_at // SIDE.ring * ring.page_stride + head.to(tl.int64) * ring.head_stride
-            store_ring(y, codes, meta, packed, page, (ring_at % SIDE.ring).to(tl.int32), recent, SIDE)
+    if SIDE.residual > 0 and SIDE.digits > 0:
+        PAGES: tl.constexpr = (SIDE.page + SIDE.residual - 1) // SIDE.residual
+        fine = tl.load(pages.residuals + (block * PAGES + place // SIDE.residual), mask=live, other=0)
+        if tl.max(fine, 0) > 0:  # most tokens of a prompt have no residual pages
+            page = base + fine.to(tl.int64) * pages.page_stride
+            store_residuals(y, codes, meta, page, place % SIDE.residual, fine > 0, SIDE)
 
 
 @triton.jit
@@ -167,11 +168,11 @@ def store_integers(y, at, live, rotated_ptr, sums_ptr, units_ptr, KEY: tl.conste
 
 @triton.jit(do_not_specialize=["tokens", "numbered", "decodes"])
 def store_kernel(
-    query_ptr, key_ptr, value_ptr, slots_ptr, ordinals_ptr, cache_ptr, ring_slots_ptr, ring_ptr, rotated_ptr,
-    sums_ptr, units_ptr, apart_ptr, level_ptr, key_signs_ptr, value_signs_ptr,
+    query_ptr, key_ptr, value_ptr, slots_ptr, ordinals_ptr, cache_ptr, residuals_ptr, rotated_ptr, sums_ptr,
+    units_ptr, apart_ptr, level_ptr, key_signs_ptr, value_signs_ptr,
     key_first_ptr, key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr,
-    tokens, numbered, decodes, query_stride, key_stride, value_stride, page_stride,
-    head_stride, ring_page_stride, ring_head_stride, scale, C: tl.constexpr,
+    tokens, numbered, decodes, query_stride, key_stride, value_stride, page_stride, head_stride, scale,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Store keys, values, then queries of the first `decodes` tokens.
 
@@ -182,7 +183,7 @@ def store_kernel(
     slots: int64 [tokens], negative for padding.
     ordinals: int [numbered], 1 for a sequence's first token. Tokens past `numbered` are not the first of a sequence.
     cache: uint8 pages, strides in bytes.
-    ring_slots, ring: slots and pages of the recent window's ring; not read without a ring.
+    residuals: the map of residual pages (`Residuals.pages`); not read without residuals.
     rotated, sums, units, apart: written as in `launch.pages.Plan`.
     level: written as in `launch.pages.Plan`, only with C.level. Without a soft cap or sinks the softmax cancels it.
     signs: [16, 16] or None (`hadamard`).
@@ -193,20 +194,21 @@ def store_kernel(
     KEY: tl.constexpr = C.key_side
     VALUE: tl.constexpr = C.value_side
     head = tl.program_id(1)
-    pages = Target(slots=slots_ptr, base=cache_ptr, page_stride=page_stride, head_stride=head_stride)
-    ring = Target(slots=ring_slots_ptr, base=ring_ptr, page_stride=ring_page_stride, head_stride=ring_head_stride)
+    pages = Target(
+        slots=slots_ptr, base=cache_ptr, page_stride=page_stride, head_stride=head_stride, residuals=residuals_ptr
+    )  # fmt: skip
     if head < C.kv_heads:
         rows = Rows(
             x=key_ptr, stride=key_stride, first=key_first_ptr, mean=key_mean_ptr, scale=key_scale_ptr,
             signs=key_signs_ptr,
         )  # fmt: skip
-        store_side(rows, pages, ring, tokens, ordinals_ptr, numbered, head, KEY, C)
+        store_side(rows, pages, tokens, ordinals_ptr, numbered, head, KEY, C)
     elif head < 2 * C.kv_heads:
         rows = Rows(
             x=value_ptr, stride=value_stride, first=value_mean_ptr, mean=value_mean_ptr, scale=value_scale_ptr,
             signs=value_signs_ptr,
         )  # fmt: skip
-        store_side(rows, pages, ring, tokens, ordinals_ptr, 0, head - C.kv_heads, VALUE, C)
+        store_side(rows, pages, tokens, ordinals_ptr, 0, head - C.kv_heads, VALUE, C)
     else:
         # Here a row is one query head of one token. A KV head has `ratio` query heads, so C.tokens rows cover fewer
         # tokens than for keys and values.

@@ -18,7 +18,7 @@ from kvpilot_kernels.gpu.layout.page import (
     zero_of,
 )
 
-REACH = tl.constexpr(layouts.RING_REACH)
+REACH = tl.constexpr(layouts.RESIDUAL_REACH)
 GAIN_BITS = tl.constexpr(layouts.GAIN_BITS)
 GAIN_LIMIT = tl.constexpr(layouts.GAIN_LIMIT)
 

@@ -24,42 +24,41 @@ def gain(
     to_dtype: str,
     model: ModelFacts | None = None,
     skip_layers: Sequence[str] = (),
-    rings: tuple[float, float] = (0.0, 0.0),
+    windows: tuple[float, float] = (0.0, 0.0),
 ) -> float:
     """Return how many times as many tokens the same memory holds in `to_dtype` as in `from_dtype`.
 
     The ratio comes from the mean bits per element. It holds for contexts shorter than a model's sliding window. With
-    longer contexts the gain is larger. `rings` has the `ring_share` of the old and of the new dtype.
+    longer contexts the gain is larger. `windows` has the `window_share` of the old and of the new dtype.
     """
-    before = bits_per_element(from_dtype, model, skip_layers, rings[0])
-    return before / bits_per_element(to_dtype, model, skip_layers, rings[1])
+    before = bits_per_element(from_dtype, model, skip_layers, windows[0])
+    return before / bits_per_element(to_dtype, model, skip_layers, windows[1])
 
 
-def ring_share(dtype: str, model: ModelFacts | None, recent_tokens: int, held: int | None) -> float:
-    """Return the size of a sequence's recent window (a ring buffer), divided by the size of the KV pages of its
-    `held` tokens.
+def window_share(dtype: str, model: ModelFacts | None, recent_tokens: int, held: int | None) -> float:
+    """Return the residual pages of a sequence's recent window, divided by the KV pages of its `held` tokens.
 
-    Return 0 if `held` is None, or if the dtype has no ring.
+    Return 0 if `held` is None, or if the dtype has no residuals.
     """
     stored = dtypes.parse(dtype)
     head_dim = 128 if model is None else model.head_dim
-    if held is None or not stored.has_ring or formats.stored_dim(head_dim) is None:
+    if held is None or not isinstance(stored, formats.Format) or formats.stored_dim(head_dim) is None:
         return 0.0
-    pages = stored.ring_blocks(max(0, min(recent_tokens, held)), head_dim, OWN_BLOCK)
-    return pages * OWN_BLOCK / max(held, OWN_BLOCK)
+    blocks = min(stored.recent_blocks(recent_tokens, OWN_BLOCK), -(-held // OWN_BLOCK))
+    return stored.residual_pages(head_dim, OWN_BLOCK) * blocks * OWN_BLOCK / max(held, OWN_BLOCK)
 
 
 def bits_per_element(
-    dtype: str, model: ModelFacts | None = None, skip_layers: Sequence[str] = (), ring: float = 0.0
+    dtype: str, model: ModelFacts | None = None, skip_layers: Sequence[str] = (), window: float = 0.0
 ) -> float:
     """Return the mean bits of a stored element over all layers, with scales and zero points.
 
-    Layers in `skip_layers` count with 16 bits. `ring` is the `ring_share` to add.
+    Layers in `skip_layers` count with 16 bits. `window` is the `window_share` to add.
     """
     stored = dtypes.parse(dtype)
     supported = model is not None and (not stored.ours or formats.stored_dim(model.head_dim)) and model.head_dim > 0
     bits = stored.bits_per_element(model.head_dim) if model is not None and supported else stored.bits_per_element()
-    bits *= 1 + ring
+    bits *= 1 + window
     if model is None or stored.bits_per_element() >= _KEPT_BITS or model.layers <= 0:
         return bits
     share = kept_layers(model, skip_layers) / model.layers

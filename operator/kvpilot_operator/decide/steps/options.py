@@ -8,7 +8,7 @@ from kvpilot_formats import dtypes
 from kvpilot_operator.api.words import Action, Outcome, WorkloadKind
 from kvpilot_operator.decide.load.saturation import SHARE, able, backing_off, beyond
 from kvpilot_operator.decide.load.surge import DRAIN_SECONDS
-from kvpilot_operator.decide.steps.capacity import gain, ring_share, smaller
+from kvpilot_operator.decide.steps.capacity import gain, smaller, window_share
 from kvpilot_operator.decide.steps.ladder import Rung, rungs
 from kvpilot_operator.decide.steps.latency import Expected, expected_itl_change, would_miss
 from kvpilot_operator.decide.steps.policy_input import PolicyInput
@@ -152,8 +152,8 @@ def _gain(s: PolicyInput, dtype: str) -> float:
     kv_cache, w = s.spec.kv_cache, s.workload
     tokens = None if w.mean_prompt is None or w.mean_generation is None else int(w.mean_prompt + w.mean_generation / 2)
     asked = dtypes.parse(dtype).recent_tokens(kv_cache.recent_tokens, s.spec.model.max_model_len)
-    rings = ring_share(s.dtype, s.model, s.recent_tokens, tokens), ring_share(dtype, s.model, asked, tokens)
-    return gain(s.dtype, dtype, s.model, kv_cache.skip_layers, rings)
+    windows = window_share(s.dtype, s.model, s.recent_tokens, tokens), window_share(dtype, s.model, asked, tokens)
+    return gain(s.dtype, dtype, s.model, kv_cache.skip_layers, windows)
 
 
 def _dtype_closed(s: PolicyInput, rung: Rung, itl: Expected, *, climb: bool) -> Closed | None:
