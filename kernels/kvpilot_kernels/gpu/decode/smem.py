@@ -95,13 +95,14 @@ def fetch(smem, stage, pages, t, end, C: gl.constexpr):
 def fetch_tile(smem, stage, pages, block, t, C: gl.constexpr):
     """Start copying the tile of tokens [t, t + tile), which are in `block`, into `stage`."""
     KEY: gl.constexpr = C.key_side
+    VALUE: gl.constexpr = C.value_side
     TILE: gl.constexpr = C.tile
     page = pages.base + block.to(gl.int64) * pages.stride
     place = gl.multiple_of(t % KEY.page, TILE)
     fetch_codes(smem.key, stage, page, place, KEY, 1, C)
     # The metadata of keys and of values are adjacent regions.
     fetch_meta(smem.meta.index(stage), page, place, KEY, 2 * C.groups, C)
-    fetch_codes(smem.value, stage, page, place, C.value_side, 2, C)
+    fetch_codes(smem.value, stage, page, place, VALUE, 2, C)
 
 
 @gluon.jit
