@@ -14,10 +14,11 @@ from kvpilot_runtime.vllm_api import compat
 from support.own_process import ask
 
 
-def measured(loses: bool = False) -> float:
+def measured(loses: str = "") -> float:
     """Return the error of a real engine's answers.
 
-    With `loses`, replace the first entry of each block table before the step that computes all requests.
+    If `loses` is "table", replace the first entry of each block table before the step that computes all requests. If
+    it is "residuals", hide all residual pages from that step.
     """
     return float(ask("test_page_check", {"loses": loses}, KVPILOT_CALIBRATION="off")["off"])
 
@@ -38,8 +39,10 @@ def main() -> None:
         return 0.0
 
     def step(config: Any, layer: Any, requests: Any, table: torch.Tensor) -> torch.Tensor:
-        if loses and len(requests) > 1:
+        if loses == "table" and len(requests) > 1:
             table[:, 0] = 0
+        if loses == "residuals" and len(requests) > 1:
+            layer.impl.residuals(layer.kv_cache).pages.zero_()
         return stock_step(config, layer, requests, table)
 
     vars(page_check).update(_off=noted, _step=step)
@@ -113,5 +116,6 @@ def test_a_real_engine_reads_back_what_it_stored() -> None:
     assert measured() < page_check.WORST
 
 
-def test_the_check_finds_a_block_table_without_its_first_page() -> None:
-    assert measured(loses=True) > page_check.WORST
+@pytest.mark.parametrize("loses", ["table", "residuals"])
+def test_the_check_finds_lost_pages(loses: str) -> None:
+    assert measured(loses) > page_check.WORST

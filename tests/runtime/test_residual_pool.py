@@ -1,11 +1,16 @@
 """Residual pages in vLLM's scheduler: random requests lose no page, and decode never reads a wrong residual."""
 
+import copy
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduled import VOCABULARY, Engine
+from scheduled import VOCABULARY, Engine, configured
+
+from kvpilot_runtime.errors import UnsupportedModelError
+from kvpilot_runtime.recent import residual_pool
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -165,3 +170,12 @@ def test_with_room_every_newest_block_is_read_with_residuals() -> None:
         engine.ask(str(name), [choose.randrange(VOCABULARY) for _ in range(choose.randint(1, 150))], 60)
     engine.drain(choose)
     assert engine.refined == engine.read > 1000
+
+
+def test_a_ray_executor_whose_workers_get_no_map_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = copy.copy(configured("k4v4", 0, True, 64, False))
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.distributed_executor_backend = "ray"
+    monkeypatch.setenv(residual_pool.RAY_V2, "0")
+    with pytest.raises(UnsupportedModelError, match=f"set {residual_pool.RAY_V2}=1, or --recent-tokens=0"):
+        residual_pool.extend(SimpleNamespace(vllm_config=config))

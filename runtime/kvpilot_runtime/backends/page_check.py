@@ -2,19 +2,22 @@
 
 A later vLLM may keep shapes and names but change their meaning: swap blocks and heads, exchange keys and values, or
 count slots differently. So a worker runs this check once it has its KV cache. One layer of each shape stores up to
-three test requests of different lengths, and attends to all of them in one engine step. The result must agree with a
-computation in float64 (`kvpilot_kernels.reference`).
+three test requests of different lengths, and attends to all of them in one engine step. With a recent window, their
+newest blocks have residual pages. The result must agree with a computation in float64 (`kvpilot_kernels.reference`).
 """
 
 import logging
+from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from kvpilot_kernels.reference.attention import decode_reference
+from kvpilot_kernels.residuals import Residuals
 from kvpilot_runtime.backends.packed import our_layers
 from kvpilot_runtime.errors import UnsupportedEngineError
+from kvpilot_runtime.recent import residual_maps
 from kvpilot_runtime.vllm_api import compat
 
 WORST = 0.05
@@ -99,10 +102,15 @@ def _off(config: Any, layer: Any) -> float:
     scheduler = config.scheduler_config
     wanted = lengths(cache.shape[0], size, config.model_config.max_model_len)[: scheduler.max_num_seqs]
     requests = _requests(config, layer, wanted)
-    used = torch.cat([request.pages for request in requests])
+    residuals = layer.impl.residuals(cache)
+    refined = _residual_pages(requests, residuals) if residuals is not None else {}
+    spare = torch.tensor([page for pages in refined.values() for page in pages], device=cache.device).long()
+    used = torch.cat([spare, *(request.pages for request in requests)])
     table = torch.nn.utils.rnn.pad_sequence([request.pages.int() for request in requests], batch_first=True)
     saved = cache[used]
     try:
+        if refined:
+            residual_maps.refine(config, refined)
         for row, request in enumerate(requests):  # each of these steps stores a part of a prompt
             for begin in range(0, request.tokens - 1, scheduler.max_num_batched_tokens):
                 end = min(begin + scheduler.max_num_batched_tokens, request.tokens - 1)
@@ -110,8 +118,10 @@ def _off(config: Any, layer: Any) -> float:
         out = _step(config, layer, [(x, x.tokens - 1, x.tokens) for x in requests], table)
     finally:
         cache[used] = saved
+        if refined:
+            residual_maps.refine(config, dict.fromkeys(refined, ()))
     answers = out.view(len(requests), layer.num_heads, layer.head_size)
-    return max(_differs(layer, request, found) for request, found in zip(requests, answers, strict=True))
+    return max(_differs(layer, request, refined, found) for request, found in zip(requests, answers, strict=True))
 
 
 def _requests(config: Any, layer: Any, wanted: list[int]) -> list[_Request]:
@@ -128,12 +138,25 @@ def _requests(config: Any, layer: Any, wanted: list[int]) -> list[_Request]:
     return found
 
 
-def _differs(layer: Any, request: _Request, found: torch.Tensor) -> float:
-    """Return the error of `found`, the layer's output for a request's last token, relative to the float64 result."""
+def _residual_pages(requests: list[_Request], residuals: Residuals) -> dict[int, tuple[int, ...]]:
+    """Choose residual pages for the requests' newest blocks, by block. If blocks run out, the last ones get none."""
+    count, newest = residuals.pages.shape[1], int(residuals.newest)
+    blocks = [int(block) for request in requests for block in request.pages[-newest:].flip(0)]
+    free = range(1, min(int(request.pages.min()) for request in requests))
+    return {block: tuple(free[i * count : (i + 1) * count]) for i, block in enumerate(blocks[: len(free) // count])}
+
+
+def _differs(layer: Any, request: _Request, refined: Collection[int], found: torch.Tensor) -> float:
+    """Return the error of `found`, the layer's output for a request's last token, relative to the float64 result.
+
+    The blocks in `refined` are read with residuals.
+    """
     cpu, impl = torch.device("cpu"), layer.impl
+    fine = torch.tensor([block in refined for block in request.pages.tolist()])
+    fine = fine.repeat_interleave(layer.kv_cache.shape[2])[: request.tokens]
     query, key, value = (x.to(cpu) for x in request.new)
     wanted = decode_reference(
-        query[-1], key, value, impl.fmt, impl.scale, impl.factors(layer, layer.kv_cache.device).to(cpu),
+        query[-1], key, value, impl.fmt, impl.scale, impl.factors(layer, layer.kv_cache.device).to(cpu), fine,
         softcap=impl.softcap, sinks=None if impl.sinks is None else impl.sinks.to(cpu),
     )  # fmt: skip
     return float((found.to(cpu, torch.float64) - wanted).norm() / wanted.norm())

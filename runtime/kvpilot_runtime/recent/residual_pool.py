@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -16,12 +17,16 @@ from vllm.v1.request import RequestStatus
 
 from kvpilot_formats import formats
 from kvpilot_runtime.config import offload
+from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent.claims import Claims
 from kvpilot_runtime.recent.window import window
 from kvpilot_runtime.vllm_api import contract
 
 ARGUMENTS = ("num_new_computed_tokens", "num_external_computed_tokens")
 """Arguments of vLLM's `allocate_slots` with the tokens that a prefix hit or a KV connector has computed."""
+
+RAY_V2 = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
+"""vLLM's variable for its second Ray executor. The first one gives a step to the model without the worker's hooks."""
 
 HANDED_OUT = "_current_batch_allocated_block_ids"
 """Attribute of vLLM's offloading with the blocks that a step hands out. Copies of them to host memory end first."""
@@ -228,10 +233,20 @@ def require() -> None:
 
 
 def extend(scheduler: Any) -> None:
-    """Let a scheduler of vLLM give residual pages to blocks, if its engine has a recent window."""
-    config, manager = scheduler.vllm_config, scheduler.kv_cache_manager
+    """Let a scheduler of vLLM give residual pages to blocks, if its engine has a recent window.
+
+    Raises:
+        UnsupportedModelError: the workers would not get the map of residual pages.
+    """
+    config = scheduler.vllm_config
     if config.cache_config.cache_dtype not in formats.own_names() or not (recent := window(config)):
         return
+    if config.parallel_config.distributed_executor_backend == "ray" and not getattr(envs, RAY_V2, False):
+        raise UnsupportedModelError(
+            f"a recent window with vLLM's first Ray executor ({RAY_V2}=0) is not supported; set {RAY_V2}=1, or "
+            "--recent-tokens=0"
+        )
+    manager = scheduler.kv_cache_manager
     fmt = formats.parse(config.cache_config.cache_dtype)
     full = [m for m in manager.coordinator.single_type_managers if isinstance(m.kv_cache_spec, FullAttentionSpec)]
     # If layers differ, vLLM shows the scheduler the spec of one layer of a group, maybe of one in 16 bits.
