@@ -27,8 +27,9 @@ def manager_of(dtype: str, recent: int) -> KVCacheManager:
     config = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
     manager = KVCacheManager(config, CONTEXT, OWN_BLOCK, OWN_BLOCK, enable_caching=False)
     engine = SimpleNamespace(
-        cache_config=SimpleNamespace(cache_dtype=dtype), model_config=SimpleNamespace(max_model_len=CONTEXT)
-    )
+        cache_config=SimpleNamespace(cache_dtype=dtype), model_config=SimpleNamespace(max_model_len=CONTEXT),
+        parallel_config=SimpleNamespace(distributed_executor_backend=None), kv_transfer_config=None,
+    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, str(recent))
         extend(SimpleNamespace(vllm_config=engine, kv_cache_manager=manager))

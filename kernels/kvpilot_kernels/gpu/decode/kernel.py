@@ -283,8 +283,8 @@ def decode_kernel(
             async_copy.commit_group()
         query = load_wide_query(shared, source, C) if C.wide else load_query(source, C)
         stage, state = attend(query, smem, start, plain, work, C)
-        if C.residuals > 0:
-            if plain < end:  # noqa: SIM102 - the outer condition is a constant of the launch
+        if C.residuals > 0:  # noqa: SIM102 - a constant of the launch
+            if plain < end:
                 state = attend_refined(query, smem, stage, state, plain, end, work, C)
         async_copy.wait_group(0)
         at = (result * heads + head).to(gl.int64) * C.ratio + (0 if C.several else first)
