@@ -3,7 +3,8 @@
 A row's name is a codec's name, followed by options after `+`:
 
 - `self`: use factors that an engine computes at start.
-- `wN`: read the last N tokens (the recent window) at 8 bits, in whole blocks as engines do.
+- `wN`: read the last N tokens (the recent window) at 8 bits, in whole blocks as engines do. `wall`: read all tokens at
+  8 bits, as an engine with `--recent-tokens=all` does while memory is free.
 - `firstN`: keep a sequence's first N tokens in 16 bits, for comparison with engines that do so. Our engines never do.
 """
 
@@ -41,6 +42,9 @@ AGAINST_EXACT = ("k4v4+self+w128+first128", "k4v4+self+w128")
 
 CONTEXT = 4096
 """Context in tokens, over which bits per element spread data outside base pages, such as residual pages."""
+
+EVERY = 1 << 30
+"""Length of the window of a row with `wall`, in tokens."""
 
 BLOCK = 64
 """Number of tokens in a block of an engine on a GPU, which determines the size of a recent window."""
@@ -113,7 +117,8 @@ def engine(name: str) -> tuple[str, dict[str, str]]:
     fmt, calibrated, recent, first = _parts(name)
     if first:
         raise ValueError(f"row {name!r}: an engine serves FORMAT[+{SELF}][+wN] and fp8_e4m3")
-    variables = {"KVPILOT_RECENT_TOKENS": str(recent)} if fmt.has_residuals else {}
+    window = formats.ALL if recent == EVERY else str(recent)
+    variables = {"KVPILOT_RECENT_TOKENS": window} if fmt.has_residuals else {}
     return fmt.name, variables if calibrated else {**variables, "KVPILOT_CALIBRATION": "off"}
 
 
@@ -126,7 +131,7 @@ def bits(name: str, head_dim: int) -> float:
         return _mixed(codec.bits(head_dim), kept)
     fmt, _, recent, first = _parts(name)
     pages = fmt.bits_per_element(head_dim)
-    residuals = fmt.recent_pages(recent, head_dim, BLOCK) * BLOCK
+    residuals = fmt.recent_pages(min(recent, CONTEXT - BLOCK), head_dim, BLOCK) * BLOCK
     return _mixed(pages, first) + pages * residuals / CONTEXT
 
 
@@ -136,7 +141,8 @@ def _mixed(low: float, exact: int) -> float:
 
 def _parts(name: str) -> tuple[formats.Format, bool, int, int]:
     """Return a row's format, True for `+self`, the length of the window, and the number of first tokens in 16 bits."""
-    found = re.fullmatch(rf"(\w+?)(\+{SELF})?(?:\+w(\d+))?(?:\+first(\d+))?", name)
+    found = re.fullmatch(rf"(\w+?)(\+{SELF})?(?:\+w(\d+|{formats.ALL}))?(?:\+first(\d+))?", name)
     if found is None:
         raise ValueError(f"row {name!r} is not FORMAT[+{SELF}][+wN][+firstN]; for example k4v4+self+w64")
-    return formats.parse(found[1]), found[2] is not None, int(found[3] or 0), int(found[4] or 0)
+    recent = EVERY if found[3] == formats.ALL else int(found[3] or 0)
+    return formats.parse(found[1]), found[2] is not None, recent, int(found[4] or 0)

@@ -27,6 +27,8 @@ SERVED = "multiples of 8 from 48 to 256 and from 344 to 512"
 
 RECENT_CHOICES = (0, 64, 128, 256, 512)
 """Numbers of tokens that a recent window may have; 0 means no window."""
+ALL = "all"
+"""In place of a number: the default window, and also older tokens are read with 8 bits while memory is free."""
 
 
 class FormatError(ValueError):
@@ -274,6 +276,11 @@ def parse(name: str) -> Format:
 def own_names() -> tuple[str, ...]:
     """Return the names of kvpilot's own formats of keys and values."""
     return tuple(f.name for f in FORMATS.values() if f.ours)
+
+
+def recent_choices() -> str:
+    """Return text for messages with the values that an engine takes for its recent window."""
+    return f"{', '.join(map(str, RECENT_CHOICES))} or {ALL}"
 
 
 def default_windows() -> str:

@@ -14,7 +14,7 @@ from kvpilot_formats import dtypes, formats, latent
 from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_runtime.config import options
 from kvpilot_runtime.metrics import model_info
-from kvpilot_runtime.metrics.worker_info import RECENT_WINDOW
+from kvpilot_runtime.metrics.worker_info import RECENT_WINDOW, TOKENS_AT_8_BITS
 from kvpilot_runtime.transfer import host
 from kvpilot_runtime.vllm_api import compat, contract, hooks
 
@@ -80,16 +80,17 @@ def serve_dtype(dtype: str) -> None:
         hooks.share_pages(tuple(paths))
         hooks.around_kv_cache(settle, serve)
         if dtypes.parse(dtype).has_residuals:
-            from kvpilot_runtime.recent import residual_maps, residual_pool
+            from kvpilot_runtime.recent import residual_maps, residual_scheduler
 
-            residual_pool.require()
-            hooks.carry_residual_pages(residual_pool.extend, residual_pool.changes, residual_maps.refine)
+            residual_scheduler.require()
+            hooks.carry_residual_pages(residual_scheduler.extend, residual_scheduler.changes, residual_maps.refine)
         hooks.around_connectors(terms.connector_class)
         if not compat.lacks(pinned=True):
             hooks.around_layout(terms.layout)
         _offload_on_cpu()
     calibration_info.INFO.publish()
     RECENT_WINDOW.publish()
+    TOKENS_AT_8_BITS.publish()
     os.environ[DTYPE] = dtype
 
 

@@ -56,10 +56,11 @@ def _length(text: str) -> int | None:
     return None if text.strip().lower() in ("-1", "auto") else _count(text)
 
 
-def _window(text: str) -> int:
+def _window(text: str) -> int | str:
+    if text == formats.ALL:
+        return text
     if not text.isdecimal() or int(text) not in formats.RECENT_CHOICES:
-        choices = ", ".join(map(str, formats.RECENT_CHOICES))
-        raise argparse.ArgumentTypeError(f"{text!r} is not supported; use one of {choices}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not supported; use {formats.recent_choices()}")
     return int(text)
 
 
@@ -85,8 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto", help="dtype of the weights")
     parser.add_argument("--recent-tokens", type=_window, metavar="N", default=os.environ.get(RECENT) or None,
                         help="number of last tokens of a sequence that are read with 8 bits or more: "
-                        f"{', '.join(map(str, formats.RECENT_CHOICES))} (default: {RECENT}, and without it "
-                        f"{formats.default_windows()}, but at most the context's length)")  # fmt: skip
+                        f"{formats.recent_choices()}, which is the default and also reads older tokens with 8 bits "
+                        f"while memory is free (default: {RECENT}, and without it {formats.default_windows()}, but at "
+                        "most the context's length)")  # fmt: skip
     parser.add_argument("--max-model-len", type=_length, help="tokens, or auto")
     parser.add_argument("--tensor-parallel-size", type=_count, default=1)
     parser.add_argument("--gpu-memory-utilization", type=_fraction, default=0.9)

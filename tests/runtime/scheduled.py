@@ -6,10 +6,11 @@ residual of every token that it reads with residuals. Sampled tokens follow from
 
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -24,7 +25,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpilot_formats import formats
 from kvpilot_runtime import plugin
-from kvpilot_runtime.recent import residual_pool
+from kvpilot_runtime.recent import residual_scheduler
+from kvpilot_runtime.recent.window import VARIABLE
 from kvpilot_runtime.vllm_api import hooks
 from kvpilot_smallmodels.models import tiny_llama
 
@@ -59,7 +61,7 @@ class Engine:
 
     def __init__(
         self, dtype: str, blocks: int, *, drafts: int = 0, caching: bool = True, flights: int = 1, defers: bool = False,
-        sliding: bool = False, chunk: int = 64, offloads: bool = False,
+        sliding: bool = False, chunk: int = 64, offloads: bool = False, everything: bool = False,
     ) -> None:  # fmt: skip
         config = configured(dtype, drafts, caching, chunk, offloads)
         config.cache_config.num_gpu_blocks = blocks
@@ -76,13 +78,16 @@ class Engine:
             structured_output_manager=StructuredOutputManager(config), log_stats=False,
         )  # fmt: skip
         self.scheduler.defer_block_free = defers
-        residual_pool.extend(self.scheduler)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(VARIABLE, formats.ALL if everything else "")
+            residual_scheduler.extend(self.scheduler)
         self.manager = self.scheduler.kv_cache_manager
         self.pool, self.claims = self.manager.block_pool, self.manager.block_pool.claims
         self.defers, self.drafts, self.flights = defers, drafts, flights
         fmt = formats.parse(dtype)
         self.rows = fmt.residual_layout(DIM, BLOCK).tokens
-        self.newest = fmt.recent_blocks(fmt.window, BLOCK)
+        self.floor = fmt.recent_blocks(fmt.window, BLOCK)
+        self.newest = blocks if everything else self.floor
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         self.tokens: dict[str, list[int]] = {}
@@ -166,7 +171,7 @@ class Engine:
         assert set(claims.claimed) <= owned
         for name in {name for holders in claims.claimed.values() for name in holders}:
             tables = [self.manager.get_block_ids(name)[group] for group in self.own]
-            newest = {block for table in tables for block in table[-self.newest - self.flights - self.drafts :]}
+            newest = {block for table in tables for block in table[-self.floor - self.flights - self.drafts :]}
             assert claims.claims_of(name) <= newest
 
     def _run(self, step: Any, choose: random.Random) -> tuple[Any, set[int], set[int]]:
@@ -240,8 +245,8 @@ class Engine:
     def _watch(self) -> None:
         """Check each eviction, each claim and each preemption."""
         pool, manager, claims = self.pool, self.manager, self.claims
-        take, allocate, preempt, claim = (
-            pool.get_new_blocks, manager.allocate_slots, self.scheduler._preempt_request, claims.claim
+        take, lend, allocate, preempt, claim = (
+            pool.get_new_blocks, pool.lend, manager.allocate_slots, self.scheduler._preempt_request, claims.claim
         )  # fmt: skip
 
         def taken(count: int) -> list[Any]:
@@ -249,6 +254,11 @@ class Engine:
             before, found = len(pool.cached_block_hash_to_block), take(count)
             assert len(pool.cached_block_hash_to_block) == before or not claims.idle
             return list(found)
+
+        def lent(blocks: Sequence[int], kept: int) -> None:
+            before = len(pool.cached_block_hash_to_block)
+            lend(blocks, kept)
+            assert len(pool.cached_block_hash_to_block) == before
 
         def allocated(request: Any, new: int, *args: Any, **kwargs: Any) -> Any:
             found = allocate(request, new, *args, **kwargs)
@@ -269,7 +279,7 @@ class Engine:
             self.revived += pool.blocks[block].block_hash is not None and block in claims.idle
             claim(block, request)
 
-        pool.get_new_blocks, manager.allocate_slots = taken, allocated
+        pool.get_new_blocks, pool.lend, manager.allocate_slots = taken, lent, allocated
         self.scheduler._preempt_request, claims.claim = preempted, claimed
 
 

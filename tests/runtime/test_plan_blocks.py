@@ -15,7 +15,7 @@ from kvpilot_cli.plan import models
 from kvpilot_cli.plan.capacity import cache
 from kvpilot_formats import formats
 from kvpilot_operator.decide.steps.capacity import OWN_BLOCK
-from kvpilot_runtime.recent.residual_pool import extend
+from kvpilot_runtime.recent.residual_scheduler import extend
 from kvpilot_runtime.recent.window import VARIABLE
 
 CONTEXT, BLOCKS = 4096, 256

@@ -193,7 +193,7 @@ def test_a_window_must_be_a_supported_size_and_not_longer_than_the_context() -> 
     assert error.reason == "BadArguments"
     assert "--recent-tokens 256 is more than the context of 128 tokens" in error.message
     for wrong in ("-64", "100", "many", "64.0"):
-        with pytest.raises(PreflightError, match=r"--recent-tokens.*use one of 0, 64, 128, 256, 512"):
+        with pytest.raises(PreflightError, match=r"--recent-tokens.*use 0, 64, 128, 256, 512 or all"):
             serve.parse(["--model=m", f"--recent-tokens={wrong}"])
 
 
@@ -218,6 +218,7 @@ def test_a_window_may_come_from_the_environment_or_an_option(monkeypatch: pytest
     monkeypatch.setenv("KVPILOT_RECENT_TOKENS", "128")
     assert serve.parse(["--model=m"])[0].recent == 128
     assert serve.parse(["--model=m", "--recent-tokens=0"])[0].recent == 0
+    assert serve.parse(["--model=m", "--recent-tokens=all"])[0].recent == formats.ALL
     monkeypatch.setenv("KVPILOT_RECENT_TOKENS", "12")
     with pytest.raises(PreflightError, match=r"'12' is not supported"):
         serve.parse(["--model=m"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvpilot_formats import formats
 from kvpilot_smallmodels.families import VOCABULARY, make
 from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama, tiny_qwen3
 from kvpilot_smallmodels.oracle import Oracle
@@ -85,6 +86,20 @@ def test_answers_equal_attention_with_a_window_after_preemption_and_prefix_hits(
     # Show that this check can fail: without a window, or with one block less, other answers are right.
     for newest in (0, newest_blocks(question, told) - 1):
         assert len(Judge(question, told, Oracle(model(), dtype), rounds=0, newest=newest).wrong) > count // 10
+
+
+def test_with_all_answers_equal_attention_with_the_residuals_that_memory_had_room_for() -> None:
+    question = asked(tiny_llama(), "k4v4", 24, 160, 45, seed=20261129, answer=160, recent=formats.ALL)
+    told = serve(question)
+    found = Judge(question, told, Oracle(tiny_llama(), "k4v4"))
+    assert not found.wrong
+    assert found.judged == sum(map(sum, question.tokens))
+    print(f"windowed {found.windowed}, unrefined {found.unrefined}, preempted {found.preempted}")
+    assert any(line.startswith("kvpilot_tokens_at_8_bits_ratio ") for line in told.metrics)
+    assert min(found.windowed, found.unrefined, found.preempted, sum(map(sum, told.cached))) > 0
+    floor = formats.parse("k4v4").recent_blocks(64, told.block_size)
+    for newest in (0, floor):  # Show that this check can fail.
+        assert len(Judge(question, told, Oracle(tiny_llama(), "k4v4"), rounds=0, newest=newest).wrong) > 8
 
 
 @pytest.mark.parametrize(("layout", "recent"), [("BHLNC", 64), ("BHLNC", 0), ("BLHNC", 64)])

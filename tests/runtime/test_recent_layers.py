@@ -63,7 +63,7 @@ def loaded(config: Any, dim: int = 128, kv_heads: int = 8, names: Sequence[str] 
     return made
 
 
-@pytest.mark.parametrize("text", ["", *map(str, formats.RECENT_CHOICES)])
+@pytest.mark.parametrize("text", ["", formats.ALL, *map(str, formats.RECENT_CHOICES)])
 @pytest.mark.parametrize("dtype", formats.own_names())
 def test_the_environment_sets_the_number_of_tokens_of_the_window(
     config: Any, dtype: str, text: str, monkeypatch: pytest.MonkeyPatch
@@ -71,14 +71,14 @@ def test_the_environment_sets_the_number_of_tokens_of_the_window(
     monkeypatch.setenv(window.VARIABLE, text)
     config.cache_config.cache_dtype = dtype
     fmt = formats.parse(dtype)
-    wanted = 0 if not fmt.has_residuals else int(text) if text else fmt.window
+    wanted = 0 if not fmt.has_residuals else int(text) if text.isdecimal() else fmt.window
     assert [layer.impl.recent for layer in loaded(config)] == [wanted] * 2
 
 
 @pytest.mark.parametrize("text", ["63", "-64", "many", "1e2"])
 def test_a_window_that_cannot_be_served_is_refused(config: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(window.VARIABLE, text)
-    with pytest.raises(UnsupportedModelError, match=rf"{window.VARIABLE} is '{text}'; use one of 0, 64, 128, 256, 512"):
+    with pytest.raises(UnsupportedModelError, match=rf"{window.VARIABLE} is '{text}'; use 0, 64, 128, 256, 512 or all"):
         loaded(config)
 
 

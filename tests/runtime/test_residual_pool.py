@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduled import VOCABULARY, Engine, configured
 
+from kvpilot_formats import formats
 from kvpilot_runtime.errors import UnsupportedModelError
-from kvpilot_runtime.recent import residual_pool
+from kvpilot_runtime.recent import residual_scheduler
+from kvpilot_runtime.recent.window import VARIABLE
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -26,6 +28,11 @@ KINDS = {
     "drafts-and-a-connector": {"dtype": "k4v4", "blocks": 44, "flights": 2, "drafts": 3, "defers": True},
     "offloading": {"dtype": "k4v4", "blocks": 34, "flights": 2, "defers": True, "offloads": True},
     "hybrid": {"dtype": "k4v4", "blocks": 120, "sliding": True},
+    "all-blocks": {"dtype": "k4v4", "blocks": 70, "everything": True},
+    "all-blocks-hybrid": {"dtype": "k4v2", "blocks": 200, "sliding": True, "everything": True},
+    "all-blocks-no-prefix-cache": {"dtype": "k2v2", "blocks": 200, "caching": False, "everything": True},
+    "all-blocks-three-steps": {"dtype": "k4v4", "blocks": 34, "flights": 3, "everything": True},
+    "all-blocks-drafts-in-flight": {"dtype": "k4v2", "blocks": 150, "flights": 2, "drafts": 3, "everything": True},
 }
 
 
@@ -172,10 +179,81 @@ def test_with_room_every_newest_block_is_read_with_residuals() -> None:
     assert engine.refined == engine.read > 1000
 
 
+def test_with_all_every_block_is_read_with_residuals_while_memory_is_free() -> None:
+    engine, choose = Engine("k4v4", 200, chunk=96, everything=True), random.Random(3)
+    for name in range(6):
+        engine.ask(str(name), [choose.randrange(VOCABULARY) for _ in range(choose.randint(100, 200))], 30)
+    engine.drain(choose)
+    assert engine.refined == engine.read > 1000
+
+
+def test_with_all_pages_of_the_oldest_blocks_go_first_and_no_cached_prefix_goes_for_them() -> None:
+    engine, choose = Engine("k4v4", 40, chunk=160, everything=True), random.Random(0)
+    run(engine, "first", [1] * 160, 1)  # 10 blocks, and 10 residual pages
+    engine.ask("second", [2] * 160, 5)
+    engine.step(choose)
+    table = engine.manager.get_block_ids("second")[0]
+    assert len(table) == 10
+    assert set(table) <= set(engine.claims.pages)
+    assert engine.manager.share() == 1
+    engine.pool._drop(table[0])
+    assert engine.manager.share() == 1 - 1 / len(table)
+    engine.drain(choose)
+    order, cached = list(engine.claims.idle), len(engine.pool.cached_block_hash_to_block)
+    run(engine, "third", [3] * 190, 1)
+    lost = [block for block in order if block not in engine.claims.pages]
+    assert lost
+    assert lost == order[: len(lost)]
+    assert len(engine.pool.cached_block_hash_to_block) == cached + 190 // 16
+
+
+def test_with_all_a_prefix_hit_is_read_with_residuals_and_its_pages_are_taken_back_last() -> None:
+    engine, choose = Engine("k4v4", 60, chunk=160, everything=True), random.Random(0)
+    run(engine, "first", [1] * 144, 1)
+    run(engine, "second", [2] * 144, 1)
+    engine.ask("third", [*[1] * 144, 3], 5)
+    engine.step(choose)
+    table = engine.manager.get_block_ids("third")[0]
+    assert len(table) == 10
+    assert set(table) <= set(engine.claims.pages)
+    engine.drain(choose)
+    assert not set(table) & set(list(engine.claims.idle)[:9])
+
+
+def test_with_all_a_prefix_hit_loses_no_residual_page_to_the_rest_of_its_own_prompt() -> None:
+    engine, choose = Engine("k4v4", 56, chunk=400, everything=True), random.Random(0)
+    run(engine, "first", [1] * 160, 1)
+    engine.ask("second", [2] * 200, 60)
+    engine.step(choose)
+    engine.ask("third", [*[1] * 160, *[3] * 150], 5)
+    engine.step(choose)
+    table = engine.manager.get_block_ids("third")[0]
+    kept = [block in engine.claims.pages for block in table]
+    assert all(kept[:10])
+    assert not all(kept)
+
+
+def test_a_refused_reset_of_the_prefix_cache_takes_no_residual_page() -> None:
+    engine = Engine("k4v4", 60, everything=True)
+    engine.ask("first", [1] * 160, 20)
+    for _ in range(4):
+        engine.step(random.Random(0))
+    before = dict(engine.claims.pages)
+    assert engine.claims.idle
+    assert not engine.pool.reset_prefix_cache()
+    assert engine.claims.pages == before
+
+
+def test_all_beside_a_connector_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, formats.ALL)
+    with pytest.raises(UnsupportedModelError, match=r"not supported with a KV connector.*--recent-tokens to a number"):
+        residual_scheduler.extend(SimpleNamespace(vllm_config=configured("k4v4", 0, True, 64, True)))
+
+
 def test_a_ray_executor_whose_workers_get_no_map_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = copy.copy(configured("k4v4", 0, True, 64, False))
     config.parallel_config = copy.copy(config.parallel_config)
     config.parallel_config.distributed_executor_backend = "ray"
-    monkeypatch.setenv(residual_pool.RAY_V2, "0")
-    with pytest.raises(UnsupportedModelError, match=f"set {residual_pool.RAY_V2}=1, or --recent-tokens=0"):
-        residual_pool.extend(SimpleNamespace(vllm_config=config))
+    monkeypatch.setenv(residual_scheduler.RAY_V2, "0")
+    with pytest.raises(UnsupportedModelError, match=f"set {residual_scheduler.RAY_V2}=1, or --recent-tokens=0"):
+        residual_scheduler.extend(SimpleNamespace(vllm_config=config))

@@ -244,5 +244,5 @@ def test_the_metric_appears_after_a_workers_report_and_never_from_a_partial_file
     assert calibration_info.NAME not in generate_latest(registry).decode()
     file.write_text('{"source": "se')
     assert calibration_info.NAME not in generate_latest(registry).decode()
-    file.write_text('{"source": "none", "hash": "0f", "reason": "LoRA"}')
+    file.write_text('{"labels": {"source": "none", "hash": "0f", "reason": "LoRA"}, "value": 1}')
     assert told(generate_latest(registry).decode().splitlines()) == {"source": "none", "hash": "0f", "reason": "LoRA"}

@@ -101,6 +101,8 @@ class Judge:
 
 def newest_blocks(question: Asked, told: Told) -> int:
     """Return how many of a sequence's newest blocks the engine should read with residuals."""
-    fmt = formats.parse(question.dtype)
-    recent = fmt.recent_tokens(question.recent, question.options.get("max_model_len"))
+    fmt, context = formats.parse(question.dtype), question.options["max_model_len"]
+    if isinstance(question.recent, str):
+        return -(-int(context) // told.block_size)
+    recent = fmt.recent_tokens(question.recent, context)
     return fmt.recent_blocks(recent, told.block_size)

@@ -26,7 +26,7 @@ class Asked:
         rounds: prompts by round; the prompts of a round are sent together.
         tokens: tokens of each answer.
         options: options of vLLM's LLM.
-        recent: tokens of the recent window; None for the default.
+        recent: tokens of the recent window, or `formats.ALL`; None for the default.
         drafts: largest number of draft tokens of a sequence in a step; 0 turns speculation off.
         method: vLLM's method of speculation.
         right: expected answers. Drafts of random length come from them, and some get a wrong token. Random weights
@@ -44,7 +44,7 @@ class Asked:
     rounds: list[list[list[int]]]
     tokens: list[list[int]]
     options: dict[str, Any]
-    recent: int | None = 64
+    recent: int | str | None = 64
     drafts: int = 0
     method: str = "ngram"
     right: list[list[list[int]]] = field(default_factory=list)

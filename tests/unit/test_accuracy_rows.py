@@ -17,6 +17,7 @@ def test_residual_pages_are_counted_in_whole_blocks_over_4096_tokens():
     assert bits("k4v4+self+w64", 128) == pytest.approx(4.25 * (1 + 2 * 64 / 4096))
     assert bits("k4v4+self+w65", 128) == pytest.approx(4.25 * (1 + 3 * 64 / 4096))
     assert bits("k2v2+self+w512", 128) == pytest.approx(2.25 * (1 + 9 * 3 * 64 / 4096))
+    assert bits("k4v4+self+wall", 128) == pytest.approx(2 * 4.25)
     assert bits("int8+self", 128) == 8.25
 
 
@@ -43,6 +44,7 @@ def test_an_unknown_row_of_the_accuracy_table_is_refused(name):
 
 @pytest.mark.parametrize(("name", "dtype", "variables"), [
     ("k4v4+self+w64", "k4v4", {"KVPILOT_RECENT_TOKENS": "64"}),
+    ("k4v4+self+wall", "k4v4", {"KVPILOT_RECENT_TOKENS": "all"}),
     ("k4v4+self", "k4v4", {"KVPILOT_RECENT_TOKENS": "0"}),
     ("k4v4", "k4v4", {"KVPILOT_RECENT_TOKENS": "0", "KVPILOT_CALIBRATION": "off"}),
     ("int8+self", "int8", {}),

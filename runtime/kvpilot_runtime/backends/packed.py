@@ -31,7 +31,7 @@ from kvpilot_runtime.calibration.of_engine import calibration_of
 from kvpilot_runtime.config import connectors, offload
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent.residual_maps import ResidualMaps
-from kvpilot_runtime.recent.window import window
+from kvpilot_runtime.recent.window import keeps_all, window
 from kvpilot_runtime.speculation import drafts, has_draft_model, refuse_other_drafters
 from kvpilot_runtime.vllm_api.compat import backend_class, page_layouts
 
@@ -308,7 +308,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
             return None
         first = next((layer.impl for layer in our_layers(self._config).values()), self)
         blocks, size = cache.shape[0], cache.shape[2]
-        newest = self.fmt.recent_blocks(self.recent, size)
+        newest = blocks if keeps_all() else self.fmt.recent_blocks(self.recent, size)
         found: Residuals = first.maps.of(blocks, self.fmt.residual_pages(self.head_size, size), newest, cache.device)
         return found
 

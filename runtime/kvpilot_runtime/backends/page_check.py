@@ -17,7 +17,6 @@ from kvpilot_kernels.reference.attention import decode_reference
 from kvpilot_kernels.residuals import Residuals
 from kvpilot_runtime.backends.packed import our_layers
 from kvpilot_runtime.errors import UnsupportedEngineError
-from kvpilot_runtime.recent import residual_maps
 from kvpilot_runtime.vllm_api import compat
 
 WORST = 0.05
@@ -109,8 +108,8 @@ def _off(config: Any, layer: Any) -> float:
     table = torch.nn.utils.rnn.pad_sequence([request.pages.int() for request in requests], batch_first=True)
     saved = cache[used]
     try:
-        if refined:
-            residual_maps.refine(config, refined)
+        if residuals is not None:
+            _write(residuals, refined)
         for row, request in enumerate(requests):  # each of these steps stores a part of a prompt
             for begin in range(0, request.tokens - 1, scheduler.max_num_batched_tokens):
                 end = min(begin + scheduler.max_num_batched_tokens, request.tokens - 1)
@@ -118,8 +117,8 @@ def _off(config: Any, layer: Any) -> float:
         out = _step(config, layer, [(x, x.tokens - 1, x.tokens) for x in requests], table)
     finally:
         cache[used] = saved
-        if refined:
-            residual_maps.refine(config, dict.fromkeys(refined, ()))
+        if residuals is not None:
+            residuals.pages.zero_()  # no request has blocks yet
     answers = out.view(len(requests), layer.num_heads, layer.head_size)
     return max(_differs(layer, request, refined, found) for request, found in zip(requests, answers, strict=True))
 
@@ -144,6 +143,12 @@ def _residual_pages(requests: list[_Request], residuals: Residuals) -> dict[int,
     blocks = [int(block) for request in requests for block in request.pages[-newest:].flip(0)]
     free = range(1, min(int(request.pages.min()) for request in requests))
     return {block: tuple(free[i * count : (i + 1) * count]) for i, block in enumerate(blocks[: len(free) // count])}
+
+
+def _write(residuals: Residuals, refined: dict[int, tuple[int, ...]]) -> None:
+    if refined:
+        rows = torch.tensor(list(refined.values()), dtype=torch.int32, device=residuals.pages.device)
+        residuals.pages[list(refined)] = rows
 
 
 def _differs(layer: Any, request: _Request, refined: Collection[int], found: torch.Tensor) -> float:

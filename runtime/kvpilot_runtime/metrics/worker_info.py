@@ -1,6 +1,6 @@
-"""Report facts of a worker process on the engine's /metrics, as labels of gauges whose value is 1.
+"""Report facts of a worker or scheduler process on the engine's /metrics, as gauges.
 
-The worker process writes the labels to a file, and the API server reads the file. vLLM's first process sets an
+The process writes a gauge's labels and value to a file, and the API server reads the file. vLLM's first process sets an
 environment variable with the path of the file for the others.
 """
 
@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Gauge whose labels a worker sets.
+    """Gauge that another process sets than the one that serves /metrics.
 
     Attributes:
         name, help, labels: name, help text and label names of the gauge.
@@ -31,30 +32,31 @@ class WorkerInfo:
     variable: str
 
     def report(self, values: Mapping[str, str]) -> None:
-        """Write the labels' values to the file. Do nothing in workers other than the first rank.
+        """Set the labels of a gauge whose value is 1. Do nothing in workers other than the first rank."""
+        from vllm.distributed import get_tp_group
+
+        if not get_tp_group().rank_in_group:
+            self.write(values, 1)
+
+    def write(self, labels: Mapping[str, str], value: float) -> None:
+        """Write labels and value to the file.
 
         If the file cannot be written, only log the error, because the engine works without the metric.
         """
-        from vllm.distributed import get_tp_group
-
-        if get_tp_group().rank_in_group:
-            return
         path = os.environ.get(self.variable)
         if path is None:
             return
         try:
             scratch = Path(path + f".{os.getpid()}")
-            scratch.write_text(json.dumps(dict(values)))
+            scratch.write_text(json.dumps({"labels": dict(labels), "value": value}))
             scratch.replace(path)
         except OSError as error:
             log.warning("%s cannot be written (%s): no %s on /metrics", path, error, self.name)
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-            # With several API servers, each one serves metrics from a common folder, so the worker must write its gauge
-            # there.
-            from prometheus_client import Gauge
-
-            gauge = Gauge(self.name, self.help, self.labels, multiprocess_mode="mostrecent")
-            gauge.labels(*(values[label] for label in self.labels)).set(1)
+            # With several API servers, each one serves metrics from a common folder, so this process must write its
+            # gauge there.
+            gauge = _shared(self)
+            (gauge.labels(*(labels[label] for label in self.labels)) if self.labels else gauge).set(value)
 
     def publish(self) -> None:
         """Add the gauge to this process's registry. If no path of the file is set yet, choose one."""
@@ -71,27 +73,34 @@ class WorkerInfo:
             REGISTRY.register(Reported(self, Path(os.environ[self.variable])))
 
 
+@cache
+def _shared(info: WorkerInfo) -> Any:
+    from prometheus_client import Gauge
+
+    return Gauge(info.name, info.help, info.labels, multiprocess_mode="mostrecent")
+
+
 class Reported:
-    """Collector for the Prometheus registry, which reads the gauge that a worker reported."""
+    """Collector for the Prometheus registry, which reads the gauge that another process reported."""
 
     def __init__(self, info: WorkerInfo, path: Path) -> None:
         self.info, self._path = info, path
 
     def describe(self) -> list[Any]:
-        """Return no metrics. The registry calls this at registration, when no worker has reported yet."""
+        """Return no metrics. The registry calls this at registration, when nothing has been reported yet."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Yield the gauge with the labels that a worker reported. Yield nothing before that."""
+        """Yield the gauge with the reported labels and value. Yield nothing before the first report."""
         from prometheus_client.core import GaugeMetricFamily
 
         try:
             found = json.loads(self._path.read_text())
-            values = [str(found[label]) for label in self.info.labels]
+            labels, value = [str(found["labels"][label]) for label in self.info.labels], float(found["value"])
         except (OSError, ValueError, TypeError, KeyError):
             return
         family = GaugeMetricFamily(self.info.name, self.info.help, labels=self.info.labels)
-        family.add_metric(values, 1)
+        family.add_metric(labels, value)
         yield family
 
 
@@ -103,3 +112,9 @@ RECENT_WINDOW = WorkerInfo(
 
 If the window is smaller than the requested or the default window, the label `reason` says why.
 """
+
+TOKENS_AT_8_BITS = WorkerInfo(
+    "kvpilot_tokens_at_8_bits_ratio", "Share of the running requests' KV-cache blocks that decode reads at 8 bits.", (),
+    "KVPILOT_8_BITS_REPORT",
+)  # fmt: skip
+"""Gauge of the share that `residual_scheduler` reports with `--recent-tokens=all`, from 0 to 1."""

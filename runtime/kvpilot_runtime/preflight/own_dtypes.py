@@ -52,7 +52,7 @@ def check_window(fmt: Dtype, request: Request, findings: Findings) -> None:
             ("WindowUnused", f"--recent-tokens {request.recent}: kv-cache dtype {fmt.name!r} has no recent window; the "
              "option has no effect")
         )  # fmt: skip
-    elif length is not None and request.recent > length:
+    elif length is not None and isinstance(request.recent, int) and request.recent > length:
         raise PreflightError("BadArguments", f"--recent-tokens {request.recent} is more than the context of {length} tokens; use a smaller window ({', '.join(map(str, formats.RECENT_CHOICES))}), or a longer --max-model-len")  # fmt: skip  # noqa: E501
 
 

@@ -22,7 +22,7 @@ class Request:
         skip_layers: layers that stay in 16 bits (`--kv-cache-dtype-skip-layers`); None if not given.
         calibration: `KVPILOT_CALIBRATION`, a calibration file or `off`; None if not given.
         others: arguments of `vllm serve` that are not fields here.
-        recent: tokens of the recent window; None if not given.
+        recent: tokens of the recent window, or `formats.ALL`; None if not given.
         fit_length: True if vLLM chooses the longest context that fits.
     """
 
@@ -37,7 +37,7 @@ class Request:
     calibration: str | None = None
     revision: str | None = None
     others: tuple[str, ...] = ()
-    recent: int | None = None
+    recent: int | str | None = None
     fit_length: bool = False
 
     @property

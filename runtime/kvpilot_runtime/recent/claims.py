@@ -26,6 +26,12 @@ class Claims:
         self._changed.add(block)
         self.claim(block, request)
 
+    def lend(self, block: int, pages: tuple[int, ...]) -> None:
+        """Give idle residual pages to a block that has none."""
+        self.pages[block] = pages
+        self._changed.add(block)
+        self.idle[block] = None
+
     def claim(self, block: int, request: str) -> None:
         """Let a request claim the residual pages of a block."""
         self._forget(block)

@@ -2,31 +2,21 @@
 
 A request *claims* residual pages for its newest blocks. A block that is no longer among them keeps its pages, but they
 count as free: the pool takes them back, oldest first, before it evicts a cached prefix. A prefix hit claims them again.
-So a block has residual pages only if the residuals of all its tokens are in them.
+So a block has residual pages only if the residuals of all its tokens are in them. With `--recent-tokens=all`, older
+blocks of a prompt get residual pages, too, if these need no eviction, and nobody claims them.
 """
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-import torch
-from vllm import envs
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
-from kvpilot_formats import formats
-from kvpilot_runtime.config import offload
-from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent.claims import Claims
-from kvpilot_runtime.recent.window import window
-from kvpilot_runtime.vllm_api import contract
 
 ARGUMENTS = ("num_new_computed_tokens", "num_external_computed_tokens")
 """Arguments of vLLM's `allocate_slots` with the tokens that a prefix hit or a KV connector has computed."""
-
-RAY_V2 = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
-"""vLLM's variable for its second Ray executor. The first one gives a step to the model without the worker's hooks."""
 
 HANDED_OUT = "_current_batch_allocated_block_ids"
 """Attribute of vLLM's offloading with the blocks that a step hands out. Copies of them to host memory end first."""
@@ -40,6 +30,8 @@ class ResidualPool(BlockPool):  # type: ignore[misc]  # mypy sees vLLM's classes
         count: residual pages of a block.
         held: free blocks that are not given out, because the request under admission will claim them.
         taking: True while claimed residual pages count as free, too.
+        lends: True if blocks get residual pages that no request claims.
+        reported: when the share of blocks with residual pages was last reported, in seconds of a monotonic clock.
         scheduler: vLLM's scheduler if a connector may write to a free page before the steps in flight have ended;
             otherwise None.
         offloading: part of vLLM's `OffloadingConnector` in the scheduler, or None. It also copies free blocks.
@@ -49,6 +41,8 @@ class ResidualPool(BlockPool):  # type: ignore[misc]  # mypy sees vLLM's classes
     count: int
     held: int
     taking: bool
+    lends: bool
+    reported: float
     scheduler: Any | None
     offloading: Any | None
 
@@ -67,9 +61,7 @@ class ResidualPool(BlockPool):  # type: ignore[misc]  # mypy sees vLLM's classes
     def get_new_blocks(self, num_blocks: int) -> list[Any]:
         """Return new blocks. To get them, take back residual pages before a cached prefix is evicted."""
         queue, claims, idle = self.free_block_queue, self.claims, self.idle
-        first = queue.popleft_n(min(num_blocks, queue.num_free_blocks)) if idle else []
-        queue.prepend_n(first)
-        unhashed = next((i for i, block in enumerate(first) if block.block_hash is not None), len(first))
+        unhashed = self._unhashed(num_blocks) if idle else 0
         while idle and unhashed < num_blocks:
             self._drop(next(iter(idle)))
             unhashed += self.count
@@ -94,10 +86,11 @@ class ResidualPool(BlockPool):  # type: ignore[misc]  # mypy sees vLLM's classes
         self._forget(block for block in map(self.blocks.__getitem__, block_ids) if block.ref_cnt == 0)
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. Take back all residual pages that no request claims."""
-        for block in list(self.idle):
-            self._drop(block)
-        return bool(super().reset_prefix_cache())
+        """Empty the prefix cache, unless vLLM refuses. Then take back all residual pages that no request claims."""
+        if done := bool(super().reset_prefix_cache()):
+            for block in list(self.idle):
+                self._drop(block)
+        return done
 
     def refine(self, block: int, request: str) -> None:
         """Let a request claim residual pages for a block without any. Do nothing if there are not enough free pages."""
@@ -106,6 +99,25 @@ class ResidualPool(BlockPool):  # type: ignore[misc]  # mypy sees vLLM's classes
             self.claims.give(block, pages, request)
             if self.offloading is not None:
                 getattr(self.offloading, HANDED_OUT).update(pages)
+
+    def lend(self, blocks: Sequence[int], kept: int) -> None:
+        """Give idle residual pages to blocks without any, the last blocks first, and evict no cached prefix for them.
+
+        They may take back the pages of other blocks, but not of the `kept` ones that would lose theirs last.
+        """
+        count = self.count
+        free = self._unhashed(len(blocks) * count) + (len(self.idle) - kept) * count
+        blocks = blocks[max(len(blocks) - free // count, 0) :]
+        pages = [page.block_id for page in self.get_new_blocks(len(blocks) * count)] if blocks else []
+        for i, block in enumerate(blocks):
+            self.claims.lend(block, tuple(pages[i * count : (i + 1) * count]))
+
+    def _unhashed(self, most: int) -> int:
+        """Return how many of the first `most` free blocks are not in the prefix cache. These blocks come first."""
+        queue = self.free_block_queue
+        first = queue.popleft_n(min(most, queue.num_free_blocks))
+        queue.prepend_n(first)
+        return next((i for i, block in enumerate(first) if block.block_hash is not None), len(first))
 
     def leave(self, request: str, kept: Set[int] = frozenset()) -> None:
         """End the claims of a request on all blocks but those in `kept`. Steps in flight may still use their pages."""
@@ -138,6 +150,12 @@ class ResidualManager(KVCacheManager):  # type: ignore[misc]
     takes: bool
     rewinds: bool
 
+    def share(self) -> float:
+        """Return the share of the requests' blocks that have residual pages; 1 if there is no request."""
+        pages, every = self.block_pool.claims.pages, self.refined
+        blocks = [b.block_id for manager in every for found in manager.req_to_blocks.values() for b in found]
+        return sum(block in pages for block in blocks) / len(blocks) if blocks else 1.0
+
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """Allocate slots as vLLM does. Then let the request claim residual pages for its newest blocks.
 
@@ -151,6 +169,9 @@ class ResidualManager(KVCacheManager):  # type: ignore[misc]
             if found is self.empty_kv_cache_blocks:  # most steps need no new block
                 return found
         else:
+            if self.block_pool.lends:
+                for manager in self.refined:
+                    self._refresh(_hits(kwargs, manager))
             held = self._wanted(request, num_new_tokens, kwargs) if kwargs.get("has_scheduled_reqs", True) else 0
             found = self._allocate(held, False, request, num_new_tokens, *args, **kwargs)
         if found is not None:
@@ -175,17 +196,21 @@ class ResidualManager(KVCacheManager):  # type: ignore[misc]
         finally:
             self.block_pool.held, self.block_pool.taking = 0, False
 
+    def _refresh(self, blocks: Iterable[Any]) -> None:
+        """Let blocks of a request lose their idle residual pages last, and among them the first block first."""
+        for block in blocks:
+            self.block_pool.claims.refresh(block.block_id)
+
     def _wanted(self, request: Any, new: int, asked: Mapping[str, Any]) -> int:
         """Return how many free blocks the claims of a request under admission will take.
 
         `asked` has the other arguments of `allocate_slots`.
         """
-        claims, idle, found = self.block_pool.claims, self.block_pool.idle, 0
-        stored, hits = _stored(request, asked), getattr(asked.get("new_computed_blocks"), "blocks", None)
+        claims, idle, found, stored = self.block_pool.claims, self.block_pool.idle, 0, _stored(request, asked)
         for manager, newest in self.refined.items():
             size, had = manager.block_size, len(manager.req_to_blocks.get(request.request_id, ()))
             blocks = -(-max(stored + new, request.num_tokens) // size)
-            for block in hits[manager.kv_cache_group_id][max(blocks - newest, 0) :] if hits else ():
+            for block in _hits(asked, manager)[max(blocks - newest, 0) :]:
                 claims.refresh(block.block_id)
                 found += block.block_id in idle
             found += max(min(newest, blocks - max(-(-stored // size), had)), 0)
@@ -201,7 +226,7 @@ class ResidualManager(KVCacheManager):  # type: ignore[misc]
         """
         pool, name, stored = self.block_pool, request.request_id, _stored(request, asked)
         end = request.num_tokens if self.rewinds else max(stored + new, request.num_tokens)
-        kept, plain, fresh = set[int](), list[Any](), list[Any]()
+        kept, plain, fresh, older, had = set[int](), list[Any](), list[Any](), list[Any](), list[Any]()
         for manager, newest in self.refined.items():
             size, blocks = manager.block_size, manager.req_to_blocks[name]
             first = max(-(-end // size) - newest, 0)
@@ -210,68 +235,25 @@ class ResidualManager(KVCacheManager):  # type: ignore[misc]
             kept |= {block.block_id for block in blocks[first:]}
             plain += blocks[first:begin]
             fresh += blocks[max(first, begin) :]
+            older += blocks[begin:first]
+            had += blocks[:begin]
         pool.leave(name, kept)
         for block in plain:
             if block.block_id in pool.claims.pages:
                 pool.claims.claim(block.block_id, name)
         for block in reversed(fresh):
             pool.refine(block.block_id, name)
+        if pool.lends:
+            self._refresh(had)
+            pool.lend([block.block_id for block in older], sum(block.block_id in pool.claims.idle for block in had))
+
+
+def _hits(asked: Mapping[str, Any], manager: Any) -> Sequence[Any]:
+    """Return the blocks of a prefix hit, of a manager's KV-cache group, from the arguments of `allocate_slots`."""
+    found = asked.get("new_computed_blocks")
+    return found.blocks[manager.kv_cache_group_id] if found is not None else ()
 
 
 def _stored(request: Any, asked: Mapping[str, Any]) -> int:
     """Return how many tokens of a request are stored already, with those of a prefix hit or of a KV connector."""
     return int(request.num_computed_tokens + sum(asked.get(name, 0) for name in ARGUMENTS))
-
-
-def require() -> None:
-    """Raise AttributeError if this vLLM lacks a function that this module overrides, or an argument that it reads."""
-    contract.require(
-        BlockPool, "get_num_free_blocks", "get_new_blocks", "free_blocks", "evict_blocks", "reset_prefix_cache"
-    )
-    contract.require(KVCacheManager, "free", "pop_blocks_for_free")
-    contract.require(KVCacheManager.allocate_slots, *ARGUMENTS, "new_computed_blocks", "has_scheduled_reqs")
-
-
-def extend(scheduler: Any) -> None:
-    """Let a scheduler of vLLM give residual pages to blocks, if its engine has a recent window.
-
-    Raises:
-        UnsupportedModelError: the workers would not get the map of residual pages.
-    """
-    config = scheduler.vllm_config
-    if config.cache_config.cache_dtype not in formats.own_names() or not (recent := window(config)):
-        return
-    if config.parallel_config.distributed_executor_backend == "ray" and not getattr(envs, RAY_V2, False):
-        raise UnsupportedModelError(
-            f"a recent window with vLLM's first Ray executor ({RAY_V2}=0) is not supported; set {RAY_V2}=1, or "
-            "--recent-tokens=0"
-        )
-    manager = scheduler.kv_cache_manager
-    fmt = formats.parse(config.cache_config.cache_dtype)
-    full = [m for m in manager.coordinator.single_type_managers if isinstance(m.kv_cache_spec, FullAttentionSpec)]
-    # If layers differ, vLLM shows the scheduler the spec of one layer of a group, maybe of one in 16 bits.
-    ours = [m for m in full if m.kv_cache_spec.dtype == torch.uint8] or full
-    pool = manager.block_pool
-    manager.__class__, pool.__class__ = ResidualManager, ResidualPool
-    manager.refined = {m: fmt.recent_blocks(recent, m.block_size) for m in ours}
-    defers = getattr(scheduler, "defer_block_free", False)
-    manager.takes, manager.rewinds = not defers, defers and scheduler.num_spec_tokens > 0
-    pool.claims, pool.held, pool.taking, pool.scheduler = Claims(), 0, False, scheduler if defers else None
-    pool.offloading = _offloading(scheduler)
-    pool.count = max(fmt.residual_pages(dim, m.block_size) for dim in formats.HEAD_DIMS for m in ours)
-
-
-def _offloading(scheduler: Any) -> Any | None:
-    transfer = scheduler.vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_connector != offload.CONNECTOR:
-        return None
-    with contract.needed(scheduler.vllm_config.cache_config.cache_dtype):
-        found = scheduler.connector.connector_scheduler
-        getattr(found, HANDED_OUT)  # Without this attribute, vLLM would copy residuals instead of offloaded blocks.
-    return found
-
-
-def changes(scheduler: Any) -> Mapping[int, tuple[int, ...]]:
-    """Return the blocks whose residual pages have changed since the last call, with their residual pages."""
-    claims = getattr(scheduler.kv_cache_manager.block_pool, "claims", None)
-    return claims.changes() if claims is not None else {}

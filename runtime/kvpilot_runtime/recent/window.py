@@ -14,15 +14,20 @@ VARIABLE = "KVPILOT_RECENT_TOKENS"
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 
+def keeps_all() -> bool:
+    """Return True if the environment asks for residual pages of all blocks while memory is free."""
+    return os.environ.get(VARIABLE, "").strip() == formats.ALL
+
+
 def asked() -> int | None:
     """Return the recent window of the environment in tokens, or None. Raise UnsupportedModelError if it is invalid."""
     text = os.environ.get(VARIABLE, "").strip()
-    if not text:
+    if not text or keeps_all():
         return None
     if not text.isdecimal() or int(text) not in formats.RECENT_CHOICES:
         raise UnsupportedModelError(
-            f"{VARIABLE} is {text!r}; use one of {', '.join(map(str, formats.RECENT_CHOICES))}, or leave it out for "
-            f"the default ({formats.default_windows()})"
+            f"{VARIABLE} is {text!r}; use {formats.recent_choices()}, or leave it out for the default "
+            f"({formats.default_windows()})"
         )
     return int(text)
 
@@ -48,5 +53,6 @@ def report(config: Any) -> None:
     dtype = config.cache_config.cache_dtype
     found, wanted = window(config), formats.parse(dtype).recent_tokens(asked())
     cut = f"; the context is shorter than the default of {wanted}" if found < wanted else ""
-    log.info("Recent window: kv-cache dtype %s, %d tokens%s", dtype, found, cut)
+    more = ", and older tokens while memory is free" if found and keeps_all() else ""
+    log.info("Recent window: kv-cache dtype %s, %d tokens%s%s", dtype, found, more, cut)
     RECENT_WINDOW.report({"dtype": dtype, "tokens": str(found), "reason": "ShortContext" if cut else ""})
