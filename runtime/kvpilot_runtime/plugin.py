@@ -121,6 +121,8 @@ def settle(worker: Any) -> None:
     if layers := our_layers(worker.vllm_config):
         # Refuse unsupported options now, because an unsupported KV connector would later fail with an unclear message.
         refuse_unsupported_options(worker.vllm_config)
+    for layer in layers.values():
+        layer.impl.views = None  # They would keep the memory of vLLM's trial cache, which is not yet freed.
     at_start.calibrate(worker, layers)
     if layers:
         window.report(worker.vllm_config)

@@ -7,7 +7,7 @@ prefilled one by one.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from vllm.forward_context import get_forward_context
@@ -91,10 +91,6 @@ class CpuBuilder(PackedBuilder):
 class CpuImpl(PackedImpl):
     """Attention of one layer over packed pages on a CPU."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._pages: tuple[int, PackedPages] | None = None
-
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
@@ -150,10 +146,10 @@ class CpuImpl(PackedImpl):
 
     def pages_of(self, layer: Any, kv_cache: torch.Tensor) -> PackedPages:
         """Return this layer's cache as packed pages. Create the views only in the first call."""
-        if self._pages is None or self._pages[0] != kv_cache.data_ptr():
+        if self.views is None or self.views[0] != kv_cache.data_ptr():
             pages = PackedPages(kv_cache, self.fmt, self.head_size, self.factors(layer), self.residuals(kv_cache))
-            self._pages = kv_cache.data_ptr(), pages
-        return self._pages[1]
+            self.views = kv_cache.data_ptr(), pages
+        return cast(PackedPages, self.views[1])
 
 
 class CpuBackend(PackedBackend):

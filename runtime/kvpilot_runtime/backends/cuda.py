@@ -11,7 +11,7 @@ FlashAttention supports heads of at most 256 elements, so wider heads use our ow
 """
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
@@ -53,7 +53,6 @@ class CudaImpl(Reserving, PackedImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._gpu_pages: tuple[int, GpuPages] | None = None
         # FlashAttention 2 and 3 take heads of at most 256 elements.
         self.own_prefill = self.head_size > NARROW.value
         self.fa_version = None if self.own_prefill else get_flash_attn_version(head_size=self.head_size)
@@ -225,10 +224,10 @@ class CudaImpl(Reserving, PackedImpl):
 
     def pages_of(self, layer: Any, kv_cache: torch.Tensor, shape: Shape) -> GpuPages:
         """Return this layer's cache as packed pages. Create and check the views only in the first call."""
-        if self._gpu_pages is None or self._gpu_pages[0] != kv_cache.data_ptr():
+        if self.views is None or self.views[0] != kv_cache.data_ptr():
             factors, residuals = self.factors(layer, kv_cache.device), self.residuals(kv_cache)
-            self._gpu_pages = kv_cache.data_ptr(), GpuPages(kv_cache, shape, factors, residuals, self.sinks)
-        return self._gpu_pages[1]
+            self.views = kv_cache.data_ptr(), GpuPages(kv_cache, shape, factors, residuals, self.sinks)
+        return cast(GpuPages, self.views[1])
 
 
 class CudaBackend(CudaLimits, PackedBackend):

@@ -243,6 +243,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         read_back: True if `PREFILL_FROM_PAGES` is on.
         recent: tokens of the recent window.
         maps: the engine's maps of residual pages, in its first layer of ours.
+        views: address of the layer's cache, and the backend's views of it; None before the first step.
         drafts: largest number of draft tokens per sequence and step.
     """
 
@@ -297,6 +298,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self._factors: Factors | None = None
         self.recent: int = window(self._config) if served is None else served.recent
         self.maps = ResidualMaps()
+        self.views: tuple[int, Any] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Note that the weights are loaded."""
