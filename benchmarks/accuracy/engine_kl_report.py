@@ -19,13 +19,13 @@ decode step over pages and recent windows, as for a user's tokens.
 * *KL in the simulation*: KL divergence in the accuracy table's simulation, for the same tokens.
 * *p99 KL*, *top-1*: 99th percentile of the KL in the engine, and share of positions with the same most likely token.
 * The part of a row's name after `+w` is the recent window in tokens. `+wall`: the engine ran with `--recent-tokens=all`
-  and free memory, so it read all tokens at 8 bits. `+self`: the engine calibrated itself at start.
+  and enough free memory to read all tokens at 8 bits. `+self`: the engine calibrated itself at start.
 * The control is the engine with the unquantized KV cache again, but with each text in one prefill. So it shows the
   effect of another attention kernel. In bfloat16 this effect is part of each row's KL.
 * The engines of 2026-11-22 had recent windows in
   [rings](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md). So they read exactly the last tokens at 8
   bits, and not whole blocks. After a prefix hit, their windows were empty.
-* The H200's rows after a hit are from before kvpilot stored
+* The H200's rows after a prefix hit are from before kvpilot stored
   [the first key relative to its own mean](../decisions/0022-store-the-first-key-relative-to-its-own-mean.md). This
   holds for the engine's KL and for the simulation's.
 * `fp8_e4m3` is vLLM's own code. On a GPU, vLLM also rounds queries to e4m3, which the simulation does not. On a CPU,

@@ -16,8 +16,8 @@ from benchmarks.engine.gpu_engine_report import versions_of
 INTRODUCTION = """\
 # Do other requests in the batch change an answer?
 
-This page shows how much an engine's answers depend on the other requests that it serves. **On a random model, a full
-batch changes answers of `k4v4` by a KL divergence of 2.1 millinats, and answers of a 16-bit cache by 0.7.**
+This page shows how much an engine's answers depend on the other requests that it serves. **On a model with random
+weights, a full batch changes answers of `k4v4` by a KL divergence of 2.1 millinats, and of a 16-bit cache by 0.7.**
 
 ```sh
 python -m benchmarks.accuracy.gpu_equality

@@ -1,8 +1,8 @@
 """Fit the backtest's built-in cost profile to the H200 benchmark: `python -m benchmarks.backtest.backtest_profile`.
 
-The program reads docs/benchmarks/h200-engine.json (real vLLM). If h200-engine-window.json has a complete run of a dtype
-(with later kernels and the default window), the program uses that run instead. It writes the profile into the package,
-and prints the error of every measured point.
+The program reads docs/benchmarks/h200-engine.json (real vLLM). If h200-engine-window.json has a complete run of a
+dtype, with newer kernels and the default recent window, the program uses that run instead. It writes the profile into
+the package, and prints the error of every measured point.
 """
 
 import json

@@ -259,7 +259,7 @@ class Bench:
         return round(time.monotonic() - self._struck, 1)
 
     async def left(self, engine: Engine, seconds: float) -> None:
-        """Wait until an engine is not ready, is replaced or has restarted. Store the time in the row."""
+        """Wait until an engine is not ready, is replaced or has restarted. Store when in the fault's row."""
         await self.until(lambda _: not self.stayed(engine), f"{engine.name} leaves the Service", seconds)
         self.row.unready = self.passed()
 

@@ -12,7 +12,7 @@ from kvpilot_operator.decide.step_rules import was_pressured
 from kvpilot_operator.state.decision import Figures
 from kvpilot_operator.state.questions import Question
 
-# Workloads of these kinds prove that pressure has ended.
+# Workloads of these kinds prove that the KV cache has room again.
 _ENDED = (WorkloadKind.IDLE, WorkloadKind.PREFILL_BOUND, WorkloadKind.COMPUTE_BOUND, WorkloadKind.RELAXED)
 
 

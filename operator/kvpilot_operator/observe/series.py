@@ -36,7 +36,7 @@ class SeriesReader(ABC):
 
     @property
     def work(self) -> int:
-        """Parsing work so far: one unit for each line, and one for each 128 bytes. Time is proportional to it."""
+        """Parsing work so far, which estimates CPU time: one unit for each line, and one for each 128 bytes."""
         return self._lines + self._bytes // budget.METRICS_WORK_BYTES
 
     def steps(self, chunk: bytes) -> Iterator[None]:

@@ -140,7 +140,7 @@ def _register_handlers(names: tuple[str, ...], asked: Callable[[str], None]) -> 
 
 
 def _extend_literal(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
-    """Add values to the `Literal` type of 0.32 in place, so that modules that have imported the type see them."""
+    """Add values to the `Literal` type of vLLM 0.32 in place, so that modules that have imported it see them."""
     from pydantic import AfterValidator
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import VllmConfig

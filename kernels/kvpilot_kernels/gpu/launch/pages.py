@@ -1,4 +1,4 @@
-"""Packed pages on a GPU: the interface for backends, with the same contract as `kvpilot_kernels.cpu`.
+"""Packed pages on a GPU: what attention backends call, with the same contract as `kvpilot_kernels.cpu`.
 
 A `Plan` holds what all layers of a step share: the splits of decode, and memory for partial results.
 """

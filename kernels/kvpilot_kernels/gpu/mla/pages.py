@@ -192,7 +192,7 @@ class GpuLatentPages:
         )  # fmt: skip
 
     def merge(self, sequences: int, plan: LatentPlan, out: torch.Tensor) -> None:
-        """Run the second half of `decode`: merge the partial results, rotate them back and write them to `out`."""
+        """Run the second half of `decode`: merge partial results, undo the quantizer's rotation, and write `out`."""
         s, f = self.shape, self.factors
         choice = latent_tuning.merging(s.wave // sequences)
         latent_reduce_kernel[(sequences, triton.cdiv(s.heads, choice.heads))](
