@@ -84,8 +84,8 @@ same texts from its pages.""",
 The parts of a row's name after the codec mean:
 
 * `+self`: with calibration factors that an engine computes at start, from 8,192 tokens of built-in text.
-* `+wN`: each query reads its last N tokens at 8 bits. The figures are for exactly N tokens. Engines read
-  [whole blocks](../recent-window.md), and so up to 64 tokens more. The bits are those of whole blocks.
+* `+wN`: each query reads its last N tokens at 8 bits. These runs read exactly N tokens. Engines, and today's program,
+  read [whole blocks](../recent-window.md), and so up to 64 tokens more. The bits are those of whole blocks.
 * `+first128`: the first 128 tokens stay in 16 bits. Compare this row with KVarN's rows `+exact`, which keep the first
   128 tokens and the open tile in 16 bits.
 """,
@@ -104,8 +104,8 @@ as bf16. The model has 18 layers, 1 KV head, head_dim 256, and normalized querie
 the engine's default. [The other page](accuracy.md) measures SmolLM2.""",
         rows="""\
 Rows `+self` use calibration factors that an engine computes at start, from 8,192 tokens of built-in text. In rows
-`+wN` each query reads its last N tokens at 8 bits. The figures are for exactly N tokens. Engines read
-[whole blocks](../recent-window.md), and so up to 64 tokens more. The bits are those of whole blocks.
+`+wN` each query reads its last N tokens at 8 bits. These runs read exactly N tokens. Engines, and today's program,
+read [whole blocks](../recent-window.md), and so up to 64 tokens more. The bits are those of whole blocks.
 """,
         head_dim=256,
     ),

@@ -121,7 +121,7 @@ This page shows how fast one layer attends to each kind of KV cache: kvpilot's k
 FlashInfer's XQA. **With 32 sequences of 16,384 tokens, `k4v4` takes 139 us, XQA with fp8 322 us, and FlashAttention 3
 with bf16 480 us.** In that run, a ring for each request held the recent window. Today's kernels read the window from
 residual pages. The second section compares the two on one GPU. With residual pages, `k4v4` takes 1.01 times as long in
-this case, and a layer takes 0.98 to 1.07 times as long in all cases.
+this case. In all cases, decode with merge takes 0.98 to 1.07 times as long, and with store 0.99 to 1.06 times.
 """,
         (
             section(Run("h200-decode-xqa.json", "Beside FlashAttention 3 and XQA")),
