@@ -82,10 +82,6 @@ class LatentFormat:
         """Return 0, because formats of MLA have no recent window."""
         return 0
 
-    def recent_pages(self, recent: int, head_dim: int, block_size: int) -> int:
-        """Return 0, because formats of MLA have no recent window."""
-        return 0
-
     def page_layout(self, block_size: int) -> LatentLayout:
         """Return the layout of a page of `block_size` tokens. Raise FormatError if it is not a multiple of 16."""
         if block_size <= 0 or block_size % 16:

@@ -28,17 +28,17 @@ def shown(x: torch.Tensor) -> str:
     return f"{x.dtype} {tuple(x.shape)}"
 
 
-def page_cache(cache: torch.Tensor, fmt: Format, head_dim: int, field: str = "cache") -> None:
+def page_cache(cache: torch.Tensor, fmt: Format, head_dim: int) -> None:
     """Check a layer's cache: uint8 [blocks, kv_heads, block_size, row_bytes]. Each (block, head) is a contiguous page.
 
     Raises:
         UnsupportedHeadDimError: the format has no layout for this head dimension.
     """
     row = fmt.row_bytes(head_dim)
-    pages(cache, ("blocks", "kv_heads", "block_size"), row, f"{fmt.name} at head_dim {head_dim}", field)
+    pages(cache, ("blocks", "kv_heads", "block_size"), row, f"{fmt.name} at head_dim {head_dim}")
 
 
-def pages(cache: torch.Tensor, dims: tuple[str, ...], row: int, what: str, field: str = "cache") -> None:
+def pages(cache: torch.Tensor, dims: tuple[str, ...], row: int, what: str) -> None:
     """Check that pages are uint8 [*dims, row], contiguous, aligned to 16 bytes, and do not overlap.
 
     Args:
@@ -49,14 +49,14 @@ def pages(cache: torch.Tensor, dims: tuple[str, ...], row: int, what: str, field
     right = cache.dtype == torch.uint8 and cache.dim() == len(dims) + 1 and cache.shape[-1] == row
     if not right or cache.stride()[-2:] != (row, 1) or cache.shape[-2] % 16 or cache.shape[-2] == 0:
         takes = f"{what} takes uint8 [{', '.join(dims)}, {row}] with contiguous pages and a block_size that is a"
-        raise BadInputError(field, f"is {shown(cache)} with strides {cache.stride()}", f"{takes} multiple of 16")
+        raise BadInputError("cache", f"is {shown(cache)} with strides {cache.stride()}", f"{takes} multiple of 16")
     page, outer = cache.shape[-2] * row, list(zip(cache.shape, cache.stride(), strict=True))[:-2]
     if any(size > 1 and stride < page for size, stride in outer):
         remedy = f"its pages of {page} bytes must not overlap"
-        raise BadInputError(field, f"has strides {cache.stride()}", remedy)
+        raise BadInputError("cache", f"has strides {cache.stride()}", remedy)
     if cache.data_ptr() % 16 or any(stride % 16 for _, stride in outer):
         raise BadInputError(
-            field, f"starts at byte {cache.data_ptr() % 16} of 16 with strides {cache.stride()}",
+            "cache", f"starts at byte {cache.data_ptr() % 16} of 16 with strides {cache.stride()}",
             "pages start at multiples of 16 bytes: allocate and pad them so",
         )  # fmt: skip
 
