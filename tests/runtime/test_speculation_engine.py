@@ -120,7 +120,7 @@ def test_suffix_decoding_does_not_change_answers(record_property: Callable[[str,
         pytest.param(tiny_gemma3, "k4v4", 4, 300, 16, 52, id="gemma3-k4v4"),
     ],
 )
-def test_rejected_drafts_do_not_shorten_the_window_and_are_never_read(
+def test_with_drafts_a_window_counts_from_the_last_draft_and_rejected_drafts_are_never_read(
     model: Callable[[], Path], dtype: str, drafts: int, longest: int, count: int, blocks: int,
     record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip

@@ -29,10 +29,10 @@ class Asked:
         recent: tokens of the recent window, or `formats.ALL`; None for the default.
         drafts: largest number of draft tokens of a sequence in a step; 0 turns speculation off.
         method: vLLM's method of speculation.
-        right: expected answers. Drafts of random length come from them, and some get a wrong token. Random weights
-            repeat themselves too rarely for ngram drafts.
+        right: expected answers. Drafts of random length come from them, and some get a wrong token. Models with
+            random weights repeat themselves too rarely for ngram drafts.
         careless: True gives residual pages to blocks with stored tokens, too, unlike our engines.
-        given_up: requests that their client cancels: number over all rounds, and step of its round.
+        given_up: requests that their clients cancel: the number over all rounds, and the step of the request's round.
         late: number of steps by which offloading copies are delayed.
         calibration: a file of factors, `off`, or an empty string for an engine that calibrates itself.
         drafter: the draft model, if the method needs a separate one.
