@@ -8,7 +8,7 @@ the connector chooses. GPU 0 prefills prompts one by one, and GPU 1 answers them
 - the transfer time, and the time to the first token,
 - a comparison of every block's bytes on both sides,
 - the number of answer tokens that equal those of the first engine, which reads the same blocks. With a window, the
-  first engine may read the newest blocks of the prompt at 8 bits, and the second may not.
+  first engine may read the newest blocks of the prompt at 8 bits. The second engine has no residuals of them.
 
 The program writes OUT/disaggregated-SHAPE.json and prints a table.
 """

@@ -28,7 +28,7 @@ SERVED = "multiples of 8 from 48 to 256 and from 344 to 512"
 RECENT_CHOICES = (0, 64, 128, 256, 512)
 """Numbers of tokens that a recent window may have; 0 means no window."""
 ALL = "all"
-"""In place of a number: the default window, and also older tokens are read with 8 bits while memory is free."""
+"""Value in place of a number: the default window. While memory is free, older tokens are read with 8 bits, too."""
 
 
 class FormatError(ValueError):

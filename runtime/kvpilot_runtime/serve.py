@@ -85,10 +85,11 @@ def _parser() -> argparse.ArgumentParser:
                         "sliding_window, or layer numbers (default with our dtypes: sliding_window)")  # fmt: skip
     parser.add_argument("--dtype", default="auto", help="dtype of the weights")
     parser.add_argument("--recent-tokens", type=_window, metavar="N", default=os.environ.get(RECENT) or None,
-                        help="number of last tokens of a sequence that are read with 8 bits or more: "
-                        f"{formats.recent_choices()}, which is the default and also reads older tokens with 8 bits "
-                        f"while memory is free (default: {RECENT}, and without it {formats.default_windows()}, but at "
-                        "most the context's length)")  # fmt: skip
+                        help="number of last tokens of a sequence that are read with 8 bits, with the rest of their "
+                        f"blocks: {formats.recent_choices()}. With {formats.ALL}, the number is the dtype's default, "
+                        "and older tokens are read with 8 bits while memory is free "
+                        f"(default: {RECENT}, and without it {formats.default_windows()}, but at most the context's "
+                        "length)")  # fmt: skip
     parser.add_argument("--max-model-len", type=_length, help="tokens, or auto")
     parser.add_argument("--tensor-parallel-size", type=_count, default=1)
     parser.add_argument("--gpu-memory-utilization", type=_fraction, default=0.9)

@@ -40,7 +40,7 @@ FAMILIES = (
     Family("kvpilot_refused_objects", "Objects and pods of the service that the API server refuses.", ("reason",)),
     Family("kvpilot_kv_usage_ratio", "Share of the KV cache in use, 0 to 1."),
     Family("kvpilot_kv_capacity_tokens", "KV cache capacity, in tokens, of all replicas."),
-    Family("kvpilot_recent_tokens", "Number of each sequence's last tokens that engines read at 8 bits; 0 for none."),
+    Family("kvpilot_recent_tokens", "Recent window of the engines, in tokens of each sequence; 0 for none."),
     Family("kvpilot_active_dtype", "1 for the serving KV-cache dtype.", ("dtype",)),
     Family("kvpilot_recommended_dtype", "1 for the KV-cache dtype that kvpilot recommends.", ("dtype",)),
     Family("kvpilot_denied_until_timestamp_seconds", "Time until which kvpilot does not try a dtype.", ("dtype",)),

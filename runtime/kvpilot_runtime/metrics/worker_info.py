@@ -19,7 +19,7 @@ log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Gauge that another process sets than the one that serves /metrics.
+    """Gauge on /metrics whose labels and value another process sets.
 
     Attributes:
         name, help, labels: name, help text and label names of the gauge.

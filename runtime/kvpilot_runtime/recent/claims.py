@@ -2,7 +2,7 @@
 
 
 class Claims:
-    """Residual pages of blocks. Requests claim those of their newest blocks; the pages of other blocks are *idle*.
+    """Residual pages of blocks. Requests claim those of their newest blocks. Those of others are *busy* or *idle*.
 
     Attributes:
         pages: residual pages of each block that has some. Each of these blocks is in one of the next three.

@@ -2,8 +2,8 @@
 
 A request *claims* residual pages for its newest blocks. A block that is no longer among them keeps its pages, but they
 count as free: the pool takes them back, oldest first, before it evicts a cached prefix. A prefix hit claims them again.
-So a block has residual pages only if the residuals of all its tokens are in them. With `--recent-tokens=all`, older
-blocks of a prompt get residual pages, too, if these need no eviction, and nobody claims them.
+So a block has residual pages only if the residuals of all its tokens are in them. With `--recent-tokens=all`, a
+prompt's older blocks get residual pages, too, without a claim and without evicting a cached prefix.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set

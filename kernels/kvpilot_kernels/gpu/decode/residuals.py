@@ -150,7 +150,7 @@ def as_fine(tile, exponents, C: gl.constexpr):
 
 @gluon.jit
 def fine_scale(fine, g: gl.constexpr, BITS: gl.constexpr):
-    """Return the scale of group g's residuals relative to that of its codes, float32 [tile]: 2^e / n as in `layouts`.
+    """Return the scale of group g's residuals relative to that of its codes, float32 [tile]: 2^e / m as in `layouts`.
 
     This function builds the bits of the float32 directly.
     """

@@ -30,7 +30,7 @@ Attributes:
     base: pointer to the KV head's page in block 0.
     blocks: pointer to the sequence's block table.
     stride: bytes from one block to the next.
-    residuals: pointer to the residual pages of block 0; not read without residuals.
+    residuals: pointer to the map of residual pages (`Residuals.pages`); not read without residuals.
 """
 
 

@@ -183,7 +183,7 @@ def choose(dim: int, queries: int, bits: int, block_size: int, residuals: int, c
     (`Gpu.balanced`), it takes slightly too many for 12 programs with a recent window. So this case gets a limit of 168.
 
     With a recent window, 2-bit codes need as much shared memory and as many registers as 4-bit codes. At head_dim 192
-    they get tiles of 16, which spill 8 bytes on 9.0. Tiles of 32 spill up to 400 bytes.
+    they get tiles of 16, which spill 8 bytes on 9.0 with 8 queries. Tiles of 32 spill up to 400 bytes.
 
     Args:
         dim: elements of a row.
