@@ -95,7 +95,8 @@ def test_with_all_answers_equal_attention_with_the_residuals_that_memory_had_roo
     assert not found.wrong
     assert found.judged == sum(map(sum, question.tokens))
     print(f"windowed {found.windowed}, unrefined {found.unrefined}, preempted {found.preempted}")
-    assert any(line.startswith("kvpilot_tokens_at_8_bits_ratio ") for line in told.metrics)
+    [share] = [x.split()[1] for x in told.metrics if x.startswith("kvpilot_tokens_at_8_bits_ratio ")]
+    assert 0 < float(share) <= 1
     assert min(found.windowed, found.unrefined, found.preempted, sum(map(sum, told.cached))) > 0
     floor = formats.parse("k4v4").recent_blocks(64, told.block_size)
     for newest in (0, floor):  # Show that this check can fail.

@@ -73,7 +73,7 @@ class Told:
         poisoned: number of residual pages that were overwritten.
         drafted, accepted: number of draft tokens, and of accepted ones. `accepted` lacks the last step of each request.
         factors: factors of each rank, see `ResidualWorker.factors_of_rank`.
-        metrics: kvpilot's lines on /metrics.
+        metrics: kvpilot's lines on /metrics after the last answer.
         groups: spec class and layer names of each KV-cache group.
         layout: layout of the KV cache.
     """
@@ -250,7 +250,6 @@ def main() -> None:
     )  # fmt: skip
     told, engine = Told(), llm.llm_engine
     told.factors = engine.engine_core.engine_core.model_executor.collective_rpc("factors_of_rank")
-    told.metrics = [x for x in generate_latest().decode().splitlines() if x.startswith("kvpilot_")]
     Steps(engine.engine_core.engine_core, asked, told)
     if asked.right and asked.method != "ngram":
         right_drafts(expected(asked))
@@ -265,6 +264,7 @@ def main() -> None:
         number += len(prompts)
         told.answers.append(answers)
         told.cached.append(cached)
+    told.metrics = [x for x in generate_latest().decode().splitlines() if x.startswith("kvpilot_")]
     engine.engine_core.shutdown()  # shut down before the last line of output, because workers log their exit to stdout
     print(json.dumps(asdict(told)), flush=True)
 
