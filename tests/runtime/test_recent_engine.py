@@ -103,6 +103,16 @@ def test_with_all_answers_equal_attention_with_the_residuals_that_memory_had_roo
         assert len(Judge(question, told, Oracle(tiny_llama(), "k4v4"), rounds=0, newest=newest).wrong) > 8
 
 
+@pytest.mark.long
+def test_with_all_2000_random_requests_are_answered_right_while_blocks_lose_their_residuals() -> None:
+    question = asked(tiny_llama(), "k4v4", 2001, 96, 26, seed=7, answer=24, recent=formats.ALL)
+    told = serve(question)
+    found = Judge(question, told, Oracle(tiny_llama(), "k4v4"))
+    assert not found.wrong
+    assert found.judged == sum(map(sum, question.tokens))
+    assert min(found.windowed, found.unrefined, sum(map(sum, told.cached))) > 10_000
+
+
 @pytest.mark.parametrize(("layout", "recent"), [("BHLNC", 64), ("BHLNC", 0), ("BLHNC", 64)])
 def test_answers_are_the_same_in_the_layout_with_all_layers_of_a_block_together(layout: str, recent: int) -> None:
     question = asked(tiny_llama(), "k4v4", 12, 160, 24, seed=20261122, answer=130, recent=recent, layout=layout)
