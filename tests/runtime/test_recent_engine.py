@@ -16,7 +16,7 @@ from kvpilot_smallmodels.families import VOCABULARY, make
 from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama, tiny_qwen3
 from kvpilot_smallmodels.oracle import Oracle
 from support.judge import Judge, newest_blocks
-from support.stepped_engine import Asked, serve
+from support.stepped_engine import Asked, Told, serve
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -88,12 +88,18 @@ def test_answers_equal_attention_with_a_window_after_preemption_and_prefix_hits(
         assert len(Judge(question, told, Oracle(model(), dtype), rounds=0, newest=newest).wrong) > count // 10
 
 
-def test_with_all_answers_equal_attention_with_the_residuals_that_memory_had_room_for() -> None:
-    question = asked(tiny_llama(), "k4v4", 24, 160, 45, seed=20261129, answer=160, recent=formats.ALL)
+def answered_with_all(count: int, longest: int, blocks: int, answer: int, seed: int) -> tuple[Asked, Told, Judge]:
+    """Serve random requests with `--recent-tokens=all`, and check that every answer is right."""
+    question = asked(tiny_llama(), "k4v4", count, longest, blocks, seed, answer=answer, recent=formats.ALL)
     told = serve(question)
     found = Judge(question, told, Oracle(tiny_llama(), "k4v4"))
     assert not found.wrong
     assert found.judged == sum(map(sum, question.tokens))
+    return question, told, found
+
+
+def test_with_all_answers_equal_attention_with_the_residuals_that_memory_had_room_for() -> None:
+    question, told, found = answered_with_all(24, 160, 45, 160, seed=20261129)
     print(f"windowed {found.windowed}, unrefined {found.unrefined}, preempted {found.preempted}")
     [share] = [x.split()[1] for x in told.metrics if x.startswith("kvpilot_tokens_at_8_bits_ratio ")]
     assert 0 < float(share) <= 1
@@ -105,11 +111,7 @@ def test_with_all_answers_equal_attention_with_the_residuals_that_memory_had_roo
 
 @pytest.mark.long
 def test_with_all_2000_random_requests_are_answered_right_while_blocks_lose_their_residuals() -> None:
-    question = asked(tiny_llama(), "k4v4", 2001, 96, 26, seed=7, answer=24, recent=formats.ALL)
-    told = serve(question)
-    found = Judge(question, told, Oracle(tiny_llama(), "k4v4"))
-    assert not found.wrong
-    assert found.judged == sum(map(sum, question.tokens))
+    _, told, found = answered_with_all(2001, 96, 26, 24, seed=7)
     assert min(found.windowed, found.unrefined, sum(map(sum, told.cached))) > 10_000
 
 

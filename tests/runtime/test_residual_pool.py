@@ -3,6 +3,7 @@
 import copy
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -171,18 +172,19 @@ def test_a_step_waits_for_copies_to_host_memory_from_blocks_that_become_residual
     assert engine.awaited > 0
 
 
-def test_with_room_every_newest_block_is_read_with_residuals() -> None:
-    engine, choose = Engine("k4v2", 400, drafts=3, caching=False), random.Random(3)
-    for name in range(12):
-        engine.ask(str(name), [choose.randrange(VOCABULARY) for _ in range(choose.randint(1, 150))], 60)
-    engine.drain(choose)
-    assert engine.refined == engine.read > 1000
-
-
-def test_with_all_every_block_is_read_with_residuals_while_memory_is_free() -> None:
-    engine, choose = Engine("k4v4", 200, chunk=96, everything=True), random.Random(3)
-    for name in range(6):
-        engine.ask(str(name), [choose.randrange(VOCABULARY) for _ in range(choose.randint(100, 200))], 30)
+@pytest.mark.parametrize(
+    ("kind", "requests", "longest", "answer"),
+    [
+        pytest.param({"dtype": "k4v2", "blocks": 400, "drafts": 3, "caching": False}, 12, 150, 60, id="newest"),
+        pytest.param({"dtype": "k4v4", "blocks": 200, "chunk": 96, "everything": True}, 6, 200, 30, id="all"),
+    ],
+)
+def test_with_room_each_block_that_may_have_residuals_is_read_with_them(
+    kind: dict[str, Any], requests: int, longest: int, answer: int
+) -> None:
+    engine, choose = Engine(**kind), random.Random(3)
+    for name in range(requests):
+        engine.ask(str(name), [choose.randrange(VOCABULARY) for _ in range(choose.randint(1, longest))], answer)
     engine.drain(choose)
     assert engine.refined == engine.read > 1000
 

@@ -22,8 +22,7 @@ class Claims:
 
     def give(self, block: int, pages: tuple[int, ...], request: str) -> None:
         """Give residual pages to a block that has none, and let a request claim them."""
-        self.pages[block] = pages
-        self._changed.add(block)
+        self.lend(block, pages)
         self.claim(block, request)
 
     def lend(self, block: int, pages: tuple[int, ...]) -> None:

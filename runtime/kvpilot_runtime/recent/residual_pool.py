@@ -152,9 +152,10 @@ class ResidualManager(KVCacheManager):  # type: ignore[misc]
 
     def share(self) -> float:
         """Return the share of the requests' blocks that have residual pages; 1 if there is no request."""
-        pages, every = self.block_pool.claims.pages, self.refined
-        blocks = [b.block_id for manager in every for found in manager.req_to_blocks.values() for b in found]
-        return sum(block in pages for block in blocks) / len(blocks) if blocks else 1.0
+        pages = self.block_pool.claims.pages
+        tables = (table for manager in self.refined for table in manager.req_to_blocks.values())
+        refined = [block.block_id in pages for table in tables for block in table]
+        return sum(refined) / len(refined) if refined else 1.0
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """Allocate slots as vLLM does. Then let the request claim residual pages for its newest blocks.
